@@ -16,7 +16,8 @@ from torch import Tensor
 from lowvram.compat.torch_autograd import has_own_operators
 from lowvram.compat.torch_modes import without_dispatch_modes
 
-SIDE = 4  # at most so many elements along each dimension are looked at
+SIDE = 4  # elements of a sample along each dimension
+WHOLE_SIDE = 24  # the same where whole numbers are summed
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative
 HALF_TOLERANCE = 2e-2
 
@@ -61,15 +62,20 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
 
 
 def numbers_of(tensor: Tensor) -> tuple[list[float], list[float]]:
-    """The sums, and a sample; without a copy of the whole tensor where that could be large."""
+    """The sums, and a sample; without a copy of the whole tensor, which could be large."""
     if not tensor.numel():
         return [], []
-    steps: list[Any] = [slice(None, None, -(-size // SIDE)) for size in tensor.shape]
-    sample = tensor[tuple(steps)].flatten()
-    if not tensor.is_floating_point():
-        return [float(tensor.sum(dtype=torch.int64))], sample.tolist()
-    # On a CPU, sums in another format than the tensor's take a copy of it.
-    fine = None if tensor.device.type == "cpu" and tensor.dtype.itemsize >= 4 else torch.float64
+    sample = sample_of(tensor, SIDE).flatten()
+    if not tensor.is_floating_point():  # sums of these, and others than the following, take a copy in their own format
+        return [float(sample_of(tensor, WHOLE_SIDE).sum(dtype=torch.int64))], sample.tolist()
+    is_short = tensor.dtype is torch.float16 or (tensor.is_cuda and tensor.dtype.itemsize < 4)
+    fine = torch.float32 if is_short else None
     sums = torch.stack([tensor.sum(dtype=fine), torch.linalg.vector_norm(tensor, 1, dtype=fine)])
     numbers = torch.cat([sums.to(torch.float64), sample.to(torch.float64)]).tolist()
     return numbers[:2], numbers[2:]
+
+
+def sample_of(tensor: Tensor, side: int) -> Tensor:
+    """A view of elements from all over a tensor, at most `side` along each dimension."""
+    steps: list[Any] = [slice(None, None, -(-size // side)) for size in tensor.shape]
+    return tensor[tuple(steps)]
