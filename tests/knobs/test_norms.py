@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowvram
+from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.layers import rms_norms
@@ -258,3 +260,11 @@ def test_without_compiled() -> None:
     rig = assemble(PROBLEMS["transformer"], knobs_of(norms="output"), CPU)
     assert CompilerBudget(0.0).apply(rig) is rig
     assert not any(module._compiled_call_impl for module in rig.model.modules())
+
+
+def test_a_norm_whose_output_is_changed_in_place_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    x, targets = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    rig = lowvram.assemble(lowvram.task(model, x), "norms=output", "cpu")
+    with pytest.raises(Incompatible, match=r"norms=output needs that nothing changes the output of a norm in place"):
+        lowvram.step(rig, lowvram.Part(x, targets))

@@ -11,10 +11,10 @@ Places: the elements that a norm is over, each with a weight and perhaps a bias 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,11 @@ class KeepOutput(Knob):
 
     stage = Stage.NUMERICS
     band = 2e-6
-    misfits = ONCE
+    misfits: ClassVar[Mapping[str, str]] = {
+        **ONCE,
+        "has been modified by an inplace operation": "nothing changes the output of a norm in place, as"
+        " ReLU(inplace=True) behind one does: choose norms=input",
+    }
     saves = Kind.ACTIVATIONS
 
     def needs(self) -> frozenset[Fact]:
