@@ -4,8 +4,10 @@ any number of ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -15,6 +17,7 @@ from lowvram.compat.torch_versions import version
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.ranks import rank
+from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
 from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, whole
@@ -22,6 +25,7 @@ from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 
 STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the other entries are settings
+CHANGED = "changed_by_steps"  # in saved param_groups: the names of entries that the optimizer has changed itself
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
@@ -137,7 +141,7 @@ def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
     as its parameters are; and where parameters are in host memory, update them on the host's processor and mark their
     state as host memory, too."""
     optimizer.register_step_pre_hook(note_begun)
-    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
+    keep_own_settings(optimizer)
     if any(map(is_sharded, parameters)):
         optimizer.register_load_state_dict_pre_hook(_placed_state)
     if any(map(host.holds, parameters)):
@@ -146,12 +150,46 @@ def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         optimizer.step = _on_host(optimizer.step)
 
 
+def keep_own_settings(optimizer: Optimizer) -> None:
+    """Make a new optimizer that loads a state keep weight decay and other settings as configured: torch would load
+    those that were saved. Entries of its groups that it has changed itself since it was made, such as a count of steps,
+    belong to its state, and are loaded."""
+    made_with = [_settings(group) for group in optimizer.param_groups]
+
+    def note_changed(_: Optimizer, state: dict[str, Any]) -> None:
+        for group, first in zip(state["param_groups"], made_with, strict=False):
+            by_others = STATE_ENTRIES if OWN in group else (*STATE_ENTRIES, "lr")
+            own = {name: value for name, value in group.items() if name not in by_others}
+            if changed := [name for name, value in own.items() if not (name in first and _is_same(value, first[name]))]:
+                group[CHANGED] = changed
+
+    optimizer.register_state_dict_post_hook(note_changed)
+    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in group.items() if name != "params"}
+    try:
+        return deepcopy(settings)
+    except Exception:  # of any class of the user's own
+        return settings
+
+
+def _is_same(value: Any, first: Any) -> bool:
+    if type(value) is not type(first):
+        return False
+    try:
+        return torch.equal(value, first) if isinstance(value, Tensor) else bool(value == first)
+    except Exception:  # of any class of the user's own
+        return False
+
+
 def _with_own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Keep weight decay and other settings as configured: torch would load those that were saved."""
-    groups = [
-        {**own, **saved, **{name: value for name, value in own.items() if name not in STATE_ENTRIES}}
-        for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
-    ]
+    groups = []
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        loaded = {*STATE_ENTRIES, *saved.get(CHANGED, ())}
+        settings = {name: value for name, value in own.items() if name not in loaded}
+        groups.append({name: value for name, value in {**own, **saved, **settings}.items() if name != CHANGED})
     return {**state, "param_groups": groups}
 
 

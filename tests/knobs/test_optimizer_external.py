@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lowvram
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact
+from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer import External
 from tests.calls import Outcome
 from tests.laboratory import CPU, PROBLEMS, batches, knobs_of, relative_error, train
@@ -44,7 +46,122 @@ class OfRows(SharedNorm):
             parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / parameter.grad.norm())
 
 
+class Clipping(torch.optim.SGD):
+    """Plain steps with gradients whose norm over all is at most `clip`."""
+
+    def __init__(self, params: Any, lr: float, clip: float) -> None:
+        super().__init__(params, lr)
+        self.clip = clip
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], self.clip)
+        super().step()
+
+
+class Estimating(SharedNorm):
+    """Steps of a size that is estimated from all gradients, and hardly any at first, as Prodigy's are."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0] |= {"size": 1e-6, "total": 0.0}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first = self.param_groups[0]
+        first["total"] += sum(float(each.grad.norm()) for each in first["params"])
+        first["size"] = max(first["size"], min(2 * first["size"], first["total"]))
+        for parameter in first["params"]:
+            parameter.sub_(first["lr"] * first["size"] * parameter.grad.sign())
+
+
+class CountingInGroups(torch.optim.Optimizer):
+    """Adam whose count of steps is in the group, as that of several packages is."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0})
+
+    def count(self, group: dict[str, Any]) -> int:
+        group["step"] += 1
+        return group["step"]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            step = self.count(group)
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                state["exp_avg"].lerp_(gradient, 0.1)
+                state["exp_avg_sq"].lerp_(gradient.square(), 0.001)
+                root = (state["exp_avg_sq"] / (1 - 0.999**step)).sqrt() + 1e-8
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.addcdiv_(state["exp_avg"] / (1 - 0.9**step), root, value=-group["lr"])
+
+
+class CountingInAttributes(CountingInGroups):
+    num_steps = 0
+
+    def count(self, group: dict[str, Any]) -> int:
+        del group
+        self.num_steps += 1
+        return self.num_steps
+
+
+class Holding(torch.optim.Optimizer):
+    """Updates the parameters that it was made with, whatever is in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.held = list(params)
+        super().__init__(self.held, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.held:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+class Halving(torch.optim.SGD):
+    """Halves its learning rate after each step."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step()
+        for group in self.param_groups:
+            group["lr"] /= 2
+
+
+def two_rates(params: Any, lr: float) -> Optimizer:
+    """A tenth of the learning rate for matrices."""
+    params = list(params)
+    groups = [
+        {"params": [each for each in params if each.ndim > 1], "lr": lr / 10},
+        {"params": [each for each in params if each.ndim < 2]},
+    ]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr)
+
+
 def nothing(params: Any, lr: float) -> None: ...
+
+
+def small_rig(target: str, *words: str, lr: float = 0.01) -> Rig:
+    """The rig of a model that is the same at each call."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    task = lowvram.task(model, torch.rand(2, 6), nn.CrossEntropyLoss())
+    return lowvram.assemble(task, [f"optimizer=external optimizer.lr={lr} optimizer.target={target}", *words], "cpu")
+
+
+def small_steps(rig: Rig, indices: range, lrs: Mapping[int, float] | None = None) -> Tensor:
+    """All weights after these steps, in one vector."""
+    for index in indices:
+        draw = torch.Generator().manual_seed(index)
+        if lrs is not None:
+            rig.stepper.set_lr(lrs[index])
+        part = lowvram.Part(torch.randn(4, 6, generator=draw), torch.randint(3, (4,), generator=draw))
+        lowvram.step(rig, part)
+    return torch.cat([parameter.detach().float().flatten() for parameter in rig.model.parameters()])
 
 
 def test_it_is_torchs_own() -> None:
@@ -79,6 +196,87 @@ def test_what_an_update_depends_on_is_found_by_trying(target: str, needs: set[Fa
     knob = External(target)
     assert (knob.needs(), knob.breaks()) == (needs, breaks)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_how_large_steps_are_does_not_matter_to_the_trial() -> None:
+    """Small changes of weights near 1 look alike, whatever they depend on; and thresholds lie anywhere."""
+    cases = [(f"{OWN}.OfRows", None, (True, False)), (f"{OWN}.SharedNorm", None, (False, False))]
+    cases += [(f"{OWN}.Clipping", {"clip": clip}, (False, False)) for clip in (0.01, 1.0, 10.0, 300.0)]
+    cases += [(f"{OWN}.Estimating", None, (False, False)), (f"{TORCH}.Adam", None, (True, True))]
+    for target, args, wanted in cases:
+        for lr in (1.0, 1e-5):
+            traits = External(target, lr, args).traits
+            assert (traits.is_per_parameter, traits.is_elementwise) == wanted, (target, args, lr)
+
+
+@pytest.mark.parametrize("other", ["", "stepping=in_backward", "stepping=cpu_offload", "precision=bf16_split"])
+def test_groups_keep_the_ratios_of_their_learning_rates(other: str) -> None:
+    """The schedule multiplies all of them."""
+    model = small_rig(f"{OWN}.two_rates").model
+    start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    rates = dict(enumerate([0.4, 0.2]))
+    optimizer = two_rates(model.parameters(), 0.4)
+    for index, rate in rates.items():
+        draw = torch.Generator().manual_seed(index)
+        inputs, targets = torch.randn(4, 6, generator=draw), torch.randint(3, (4,), generator=draw)
+        for group, ratio in zip(optimizer.param_groups, (0.1, 1.0), strict=True):
+            group["lr"] = ratio * rate
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    wanted = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - start
+    found = small_steps(small_rig(f"{OWN}.two_rates", *[other] * bool(other), lr=0.4), range(2), rates) - start
+    assert relative_error({"": wanted}, {"": found}) < (0.1 if "bf16" in other else 1e-5)
+
+
+def test_learning_rates_that_an_optimizer_sets_itself_are_not_overwritten() -> None:
+    rig = small_rig(f"{OWN}.Halving")
+    small_steps(rig, range(2), {0: 0.01, 1: 0.01})
+    assert rig.stepper.state_dict()["param_groups"][0]["lr"] == 0.01 / 4
+    with pytest.raises(
+        Incompatible, match=r"Halving changes the learning rates .* by the schedule 0.005\): choose sch"
+    ):
+        rig.stepper.set_lr(0.005)
+
+
+@pytest.mark.parametrize("target", [f"{OWN}.CountingInGroups", f"{OWN}.Estimating", f"{OWN}.Halving"])
+def test_what_an_optimizer_keeps_in_its_groups_is_saved_and_loaded(target: str) -> None:
+    options = ["stepping=after_backward"]
+    if "Counting" in target:
+        options += ["stepping=in_backward", "stepping=cpu_offload", "precision=bf16_split", "precision=bf16_pure"]
+    for other in options:
+        first = small_rig(target, other)
+        small_steps(first, range(5))
+        state, weights = deepcopy(first.stepper.state_dict()), deepcopy(first.model.state_dict())
+        wanted = small_steps(first, range(5, 8))
+        second = small_rig(target, other)
+        second.model.load_state_dict(weights)
+        second.stepper.load_state_dict(state)
+        assert torch.equal(small_steps(second, range(5, 8)), wanted), other
+
+
+def test_settings_that_no_step_changes_are_as_configured_after_loading() -> None:
+    words = "optimizer.args={weight_decay:0.5}", "optimizer.args={weight_decay:0.25}"
+    first, second = (small_rig(f"{OWN}.CountingInGroups {args}") for args in words)
+    small_steps(first, range(2))
+    second.stepper.load_state_dict(first.stepper.state_dict())
+    group = second.stepper.state_dict()["param_groups"][0]
+    assert (group["step"], group["weight_decay"]) == (2, 0.25)
+
+
+@pytest.mark.parametrize("other", ["precision=bf16_pure", "precision=bf16_split"])
+def test_counts_in_groups_advance_once_a_step_with_weights_of_fewer_bits(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowvram.knobs.optimizer.external.PIECE_ELEMENTS", 1)  # of each weight, many pieces
+    wanted = small_steps(small_rig(f"{TORCH}.Adam", other), range(6))
+    assert relative_error({"": wanted}, {"": small_steps(small_rig(f"{OWN}.CountingInGroups", other), range(6))}) < 1e-2
+
+
+def test_an_optimizer_that_takes_no_stand_ins_is_refused_with_weights_of_fewer_bits() -> None:
+    small_steps(small_rig(f"{OWN}.Holding"), range(1))
+    with pytest.raises(Incompatible, match=r"Holding can't be given one weight after the other"):
+        small_rig(f"{OWN}.Holding", "precision=bf16_split")
 
 
 @pytest.mark.parametrize("other", ["stepping=in_backward", "stepping=cpu_offload", "precision=bf16_pure"])
@@ -120,6 +318,7 @@ def test_an_elementwise_one_works_with(other: str) -> None:
         (f"{TORCH}.SparseAdam", None, r"optimizer\.target=.* updates dense tensors without a closure"),
         (f"{TORCH}.AdamW", {"weight_decay": None}, r"optimizer\.args\.weight_decay=null: must be a number"),
         (f"{TORCH}.AdamW", {"weight_decay": -1}, r"optimizer\.args\.weight_decay=-1: must be a number"),
+        (f"{OWN}.CountingInAttributes", None, r"can hold: a new one that loads it makes other steps: keep counts"),
         (f"{OWN}.nothing", None, r"must be a class of torch\.optim\.Optimizer: this made a NoneType"),
     ],
 )

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
@@ -105,10 +106,14 @@ class RoundingOptimizer(torch.optim.Optimizer, ABC):
             self.begin_step(trained)
             for parameter, group in trained:
                 self.update(parameter, group)
+            self.end_step()
 
     def begin_step(self, trained: Sequence[Trained]) -> None:
         """What must be known of all parameters before one of them is updated. Default: nothing."""
         del trained
+
+    def end_step(self) -> None:
+        """Called when all parameters are updated. Default: nothing."""
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -162,6 +167,7 @@ class FP32ComputeOptimizer(RoundingOptimizer):
     ) -> None:
         super().__init__(inner.param_groups, policy, formats)
         self.inner, self.piece_elements = inner, piece_elements
+        self.new_settings: dict[int, dict[str, Any]] = {}  # of each group's last update in a step, by its place
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         numbers, averages = numbers_and_averages(self.state[parameter], parameter)
@@ -207,12 +213,26 @@ class FP32ComputeOptimizer(RoundingOptimizer):
 
     def updated(self, stand_in: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
-        self.inner.param_groups = [{**group, "params": [stand_in]}]
+        settings = copied({name: value for name, value in group.items() if name != "params"})
+        self.inner.param_groups = [{**settings, "params": [stand_in]}]
         self.inner.state = defaultdict(dict, {stand_in: state})
         self.inner.step()
         new = {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
+        settings = {name: value for name, value in self.inner.param_groups[0].items() if name != "params"}
+        self.new_settings[place_of(group, self.param_groups)] = settings
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the wide copies
         return new
+
+    def end_step(self) -> None:
+        """Keep what an optimizer holds in its groups, such as a count of steps. All updates of a step begin with the
+        same values."""
+        for place, settings in self.new_settings.items():
+            self.param_groups[place] |= settings
+        self.new_settings = {}
+
+
+def place_of(group: dict[str, Any], groups: list[dict[str, Any]]) -> int:
+    return next(place for place, each in enumerate(groups) if each is group)
 
 
 def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -238,7 +258,14 @@ def in_compute_dtype(tensor: Tensor) -> Tensor:
 
 
 def copied(numbers: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in numbers.items()}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else deepcopy(value) if is_container(value) else value
+        for name, value in numbers.items()
+    }
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | set)
 
 
 def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Piece]:

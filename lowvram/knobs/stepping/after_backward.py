@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.rates import set_rates
 from lowvram.core.rig import Rig, is_finite
 from lowvram.core.rounding import forget
 from lowvram.core.shards import total_norm
@@ -66,8 +67,7 @@ class AfterBackwardStepper(Stepper):
             forget(self.optimizer.state, parameter)
 
     def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rates(self.optimizer, lr)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

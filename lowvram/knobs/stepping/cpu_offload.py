@@ -21,6 +21,7 @@ from lowvram.core import host
 from lowvram.core.copies import register_copy
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.rates import set_rates
 from lowvram.core.rig import MakeOptimizer, Rig, is_finite
 from lowvram.core.rounding import forget
 from lowvram.core.shards import local, placed, spread_as
@@ -151,8 +152,7 @@ class CpuOffloadStepper(Stepper):
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_rates(optimizer, lr)
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         yield from (bucket.optimizer for bucket in self.buckets)

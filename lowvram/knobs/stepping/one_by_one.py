@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowvram.core.rates import set_rates
 from lowvram.core.rig import MakeOptimizer
 from lowvram.core.rounding import forget
 from lowvram.core.stepper import Stepper
@@ -39,8 +40,7 @@ class OneByOneStepper(Stepper):
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.each():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_rates(optimizer, lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.each()]}
