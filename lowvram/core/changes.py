@@ -283,10 +283,10 @@ def is_equal(now: Any, before: Any) -> bool:
 
 def changed_values(values: Values, before: dict[str, Any], held: set[int]) -> Iterator[Change]:
     """Those that aren't what they were, but for the tensors that `Held` looks at."""
-    now = values.now()
+    now = values.now() if values.is_shared else values.owner
     if len(now) == len(before) and all(map(is_, now.values(), before.values())) and now.keys() == before.keys():
         return  # most often
-    for name in now.keys() | before.keys():
+    for name in {*now, *before}:
         was = before.get(name, MISSING)
         if not is_same(values.owner.get(name, MISSING), was) and id(was) not in held:
             yield OfEntry(f"{values.what}.{name}", values.owner, name, was)
