@@ -92,7 +92,8 @@ def following(model: Model, held: list[Reference], memo: dict[int, Any], new: di
             twin.__defaults__, twin.__kwdefaults__ = deepcopy((function.__defaults__, function.__kwdefaults__), memo)
             vars(twin).update(deepcopy(vars(function), memo))
         for old, tensor in new.items():
-            vars(tensor).update(deepcopy(vars(old), memo))
+            own = {name: each for name, each in vars(old).items() if name not in vars(tensor)}  # not a fake tensor's
+            vars(tensor).update(deepcopy(own, memo))
             give_hooks(tensor, *deepcopy(hooks_of_tensor(old), memo))
     except Exception as error:
         raise Unfollowed(

@@ -202,7 +202,7 @@ def replace_tensors(model: nn.Module, new: Mapping[Tensor, Tensor]) -> None:
             put(places[id(value)])
     for old, tensor in new.items():
         if tensor is not old:
-            vars(tensor).update(vars(old))
+            vars(tensor).update({name: each for name, each in vars(old).items() if name not in vars(tensor)})
             give_hooks(tensor, *hooks_of_tensor(old))
 
 
