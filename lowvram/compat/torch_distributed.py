@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -20,6 +23,44 @@ torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather, since 2.
 and takes an object with the same methods; inheriting them is safer than copying them. Replaced by a public
 base class, if torch makes one.
 """
+
+
+def before_reductions(module: FSDPModule, agreed: Callable[[list[bool]], list[bool]]) -> int:
+    """Call `agreed` each time FSDP2 is about to reduce the gradients of the module's group over the ranks, with whether
+    each parameter of the group that trains has one on this rank. Where the answer says that a parameter must have one
+    that has none, it gets zeros: FSDP2 reduces what it finds, and so would add gradients of different parameters where
+    ranks find different ones.
+
+    torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward, since 2.6, is wrapped. (The
+    public set_reduce_scatter_unused_params, since 2.13, gives zeros to what no rank uses, too, so that weight decay
+    moves it.) Replaced by a public hook, if torch makes one.
+
+    Returns:
+        How many parameters train, at most, in one group.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since 2.12; before there was one at most
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    for group in groups:
+        group.post_backward = partial(_reduce, group, group.post_backward, agreed)
+    return max((len(group.fsdp_params) for group in groups), default=0)
+
+
+def _reduce(group: Any, post_backward: Callable[..., None], agreed: Callable[..., list[bool]], *unused: Any) -> None:
+    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    if group.reduce_grads and trained:
+        own = [has_gradient(each) for each in trained]
+        for each, has, must_have in zip(trained, own, agreed(own), strict=True):
+            if must_have and not has:
+                each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    post_backward(*unused)
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Whether FSDP2 would reduce a gradient of this FSDPParam; see `before_reductions`."""
+    gathered = getattr(parameter, "_unsharded_param", None)  # since it was first gathered
+    return gathered is not None and (parameter.unsharded_accumulated_grad is not None or gathered.grad is not None)
 
 
 def pretend_ranks(num_ranks: int) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowvram.compat.torch_modes import without_dispatch_modes
+
 T = TypeVar("T")
 
 
@@ -35,6 +37,24 @@ def agree(flag: bool) -> bool:
     answer = torch.tensor(int(flag))
     dist.all_reduce(answer, dist.ReduceOp.MAX)
     return bool(answer)
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """All ranks, for messages between their hosts that meet no other message; None where there is nobody to talk to:
+    one rank, or a plan's fake ones. Made by a collective: all ranks must call it."""
+    if num_ranks() == 1 or dist.get_backend() == "fake":
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def largest(values: list[int], group: dist.ProcessGroup) -> list[int]:
+    """Of each value the largest on any rank. A collective of a `host_group`. Waits for no device."""
+    with without_dispatch_modes():  # it belongs to no step that is traced or measured
+        numbers = torch.tensor(values)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
+        return numbers.tolist()
 
 
 def gather_from_all(value: T) -> list[T]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,9 @@ from lowvram.compat.torch_distributed import DefaultAllGather
 from lowvram.compat.torch_fake import is_fake, without_fake_mode
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
-from lowvram.config.errors import require
+from lowvram.config.errors import Incompatible, require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
 from lowvram.core.quiet import accept_views
 from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
@@ -118,19 +119,23 @@ class FSDP(DataParallel):
         for block in rig.task.blocks(rig.model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         model = fully_shard(rig.model, mesh=mesh)  # weights outside blocks; they stay gathered until the backward pass
-        for module in fsdp_modules(rig.model):
+        modules, lockstep = fsdp_modules(rig.model), in_lockstep(rig.model)
+        gather = ReleasedAllGather if rig.device.type == "cpu" else DefaultAllGather
+        for index, module in enumerate(modules):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if rig.device.type == "cpu":
-                module.set_custom_all_gather(ReleasedAllGather())
-        return replace(over_ranks(rig), sync=partial(self.sync, model))
+            module.set_custom_all_gather(InStep(gather(), lockstep, index))
+        forward = rig.forward if lockstep is None else partial(lockstep.forward, rig.forward)
+        return replace(over_ranks(rig), forward=forward, sync=partial(self.sync, model, lockstep))
 
     @contextmanager
-    def sync(self, model: FSDPModule, is_last: bool) -> Iterator[None]:
+    def sync(self, model: FSDPModule, lockstep: Lockstep | None, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one part."""
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or self.reduce_every_part)
         yield
+        if lockstep is not None:
+            lockstep.end()
 
 
 LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it
@@ -150,6 +155,24 @@ class ReleasedAllGather(DefaultAllGather):
         while work is None and num_holders(storage) > before and time.monotonic() < until_s:
             time.sleep(0)
         return work
+
+
+class InStep(DefaultAllGather):
+    """An all-gather before which all ranks agree whose weights they gather.
+
+    Args:
+        index: of the module whose weights they are, among those that FSDP shards.
+    """
+
+    def __init__(self, gather: DefaultAllGather, lockstep: Lockstep | None, index: int) -> None:
+        self.gather, self.lockstep, self.index = gather, lockstep, index
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if self.lockstep is not None:
+            self.lockstep.meet(self.index, Deed.GATHERS)
+        return self.gather(output_tensor, input_tensor, group, async_op)
 
 
 def mesh_of_ranks(device: torch.device) -> DeviceMesh:
@@ -193,7 +216,7 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     if not is_last or not torch.is_grad_enabled():
         yield
         return
-    gradients = GradientSum([parameter for parameter in model.parameters() if parameter.requires_grad])
+    gradients = GradientSum({each: name for name, each in model.named_parameters() if each.requires_grad})
     handles = [parameter.register_post_accumulate_grad_hook(gradients.arrived) for parameter in gradients.waiting_for]
     try:
         yield
@@ -213,16 +236,29 @@ TOLD: set[str] = set()  # names of parameters without a gradient, once a line ha
 
 
 class GradientSum:
-    """Sums gradients over ranks as they are computed, in an order on which all ranks agree."""
+    """Sums gradients over ranks as they are computed, in an order on which all ranks agree.
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = [*parameters]
-        self.waiting_for = parameters  # sent from the end: about the order in which autograd computes gradients
+    Args:
+        names: of the parameters, in the model's order.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        self.names, self.parameters = names, [*names]
+        self.waiting_for = [*names]  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.unused: set[Tensor] = set()
-        self.sent: list[dist.Work] = []
+        self.sent: dict[Tensor, dist.Work] = {}
 
-    def arrived(self, parameter: Tensor) -> None:
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Send this gradient, and those that have waited for it. Raises Incompatible if it has been sent: what this
+        rank has added to it since may be summed over the ranks, or not."""
+        if parameter in self.sent:
+            raise Incompatible(
+                "sharding=ddp sends each gradient as soon as a backward pass has computed it, and the one of"
+                f" {self.names[parameter]} comes in several pieces, as from reentrant checkpoints around a layer that"
+                " is called several times, and from a backward() in the forward pass: choose sharding=fsdp, or"
+                " checkpoint(..., use_reentrant=False)"
+            )
         self.arrivals.add(parameter)
         while self.waiting_for and self.waiting_for[-1] in self.arrivals:
             self.send(self.waiting_for.pop())
@@ -236,14 +272,14 @@ class GradientSum:
         flat = gradient.as_strided((gradient.numel(),), (1,))
         work = dist.all_reduce(flat, async_op=True)
         assert work is not None
-        self.sent.append(work)
+        self.sent[parameter] = work
 
     def finish(self) -> None:
         """Send the gradients that only earlier parts have computed. Then wait for all: on CUDA the device waits, on a
         CPU this process."""
         while self.waiting_for:
             self.send(self.waiting_for.pop())
-        for work in self.sent:
+        for work in self.sent.values():
             work.wait()
         self.forget_unused()
 

@@ -1,0 +1,171 @@
+"""Other people's models on two ranks: as on one process, or a refusal in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowvram
+from lowvram.config.errors import Incompatible
+from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.shards import whole
+from tests.laboratory import relative_error
+from tests.ranks import on_ranks
+from tests.restless import CLASSES, WIDTH, Mlp, Net
+
+SIZE, STEPS = 16, 3
+SGD = "optimizer=sgd optimizer.lr=0.3 optimizer.weight_decay=0.1"
+
+
+class Experts(Net):
+    """Its samples take one of two paths, by their first number: all those of a rank the same."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, is_second = torch.tanh(self.stem(x)), (x[:, 0] < 0).long()
+        for index, expert in enumerate(self.experts):
+            rows = (is_second == index).nonzero()[:, 0]
+            if len(rows):
+                hidden = hidden.index_add(0, rows, expert(hidden[rows]))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Wide(nn.Module):
+    """A layer that only samples with a positive first number use; nothing else has its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if bool((x[:, 0] > 0).any()):
+            rows = (x[:, 0] > 0).nonzero()[:, 0]
+            hidden = hidden.index_add(0, rows, self.back(torch.tanh(self.wide(hidden[rows]))))
+        return self.head(hidden)
+
+
+def trained(make: type[nn.Module], options: str = "") -> dict[str, Tensor]:
+    """The weights and buffers after some steps; each rank has half of the samples, all of one sign."""
+    torch.manual_seed(1127)
+    model, x, targets = make(), torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))
+    x[:, 0] = torch.where(torch.arange(SIZE) < SIZE // 2, x[:, 0].abs(), -x[:, 0].abs())
+    each = SIZE // num_ranks()
+    mine = slice(each * rank(), each * (rank() + 1))
+    rig = lowvram.assemble(lowvram.task(model, x, blocks=getattr(model, "of_class", None)), f"{SGD} {options}", "cpu")
+    for _ in range(STEPS):
+        lowvram.step(rig, lowvram.Part(x[mine], targets[mine]))
+    return {name: whole(value).clone() for name, value in rig.model.state_dict().items()}
+
+
+def check_as_one(*cases: tuple[type[nn.Module], str, str]) -> None:
+    """Models with options on two ranks, against options on one."""
+    wanted = [trained(make, alone) for make, _, alone in cases]
+    for of_rank in on_ranks(all_trained, [(make, options) for make, options, _ in cases]):
+        for case, found, each in zip(cases, of_rank, wanted, strict=True):
+            for name, value in each.items():
+                assert relative_error({name: found[name]}, {name: value}) < 1e-5, (case, name)
+
+
+def all_trained(cases: list[tuple[type[nn.Module], str]]) -> list[dict[str, Tensor]]:
+    return [trained(make, options) for make, options in cases]
+
+
+def test_fsdp_counts_a_gradient_that_only_other_ranks_have_as_0() -> None:
+    """FSDP2 alone adds up gradients of different weights there, or aborts. What no rank uses stays."""
+    at_once = "accum=x2 stepping=in_backward"
+    check_as_one((Experts, "sharding=fsdp", ""), (Wide, f"sharding=fsdp {at_once}", at_once))
+
+
+class SomeBlocks(Net):
+    """Skips a block where the first sample says so."""
+
+    of_class = "Mlp"
+
+    def __init__(self) -> None:
+        super().__init__(Mlp)
+
+    def blocks_for(self, is_other: bool) -> Iterable[nn.Module]:
+        return self.blocks[2:] if is_other else self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = self.blocks_for(bool(x[0, 0] < 0))
+        x = self.stem(x)
+        for block in blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OtherOrder(SomeBlocks):
+    def blocks_for(self, is_other: bool) -> Iterable[nn.Module]:
+        return reversed(self.blocks) if is_other else self.blocks
+
+
+def refusals(cases: list[tuple[type[nn.Module], str]]) -> list[str]:
+    return [refusal(make, options) for make, options in cases]
+
+
+def refusal(make: type[nn.Module], options: str) -> str:
+    try:
+        trained(make, options)
+    except Incompatible as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_ranks_that_compute_different_blocks_are_refused_with_fsdp() -> None:
+    """Else they mix the weights of blocks, or one waits for the other. ddp has no such need, nor have layers that trial
+    passes leave out, which so belong to no block."""
+    for of_rank in on_ranks(refusals, [(OtherOrder, "sharding=fsdp")]):
+        for sentence in of_rank:
+            assert "all ranks compute the same blocks in the same order" in sentence
+            assert "computes blocks." in sentence
+            assert "choose sharding=ddp" in sentence
+    check_as_one((OtherOrder, "sharding=ddp", "accum=x2"), (SomeBlocks, "sharding=fsdp", "accum=x2"))
+
+
+class OneBlock(nn.Module):
+    """Calls one layer three times, each time under a checkpoint of the kind that computes gradients in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.Linear(WIDTH, WIDTH), Mlp(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class TwoLosses(nn.Module):
+    """Computes gradients of a loss of its own in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.stem(x))
+        if self.training and hidden.requires_grad:
+            self.head(hidden).square().sum().backward(retain_graph=True)
+        return self.head(hidden)
+
+
+def test_gradients_in_several_pieces_are_refused_with_ddp() -> None:
+    """The first piece is on its way by the time that the second is added to it. fsdp sums both."""
+    for of_rank in on_ranks(refusals, [(OneBlock, "sharding=ddp"), (TwoLosses, "sharding=ddp")]):
+        for sentence, name in zip(of_rank, ["block.", "head."], strict=True):
+            assert f"the one of {name}" in sentence
+            assert "choose sharding=fsdp" in sentence
+    check_as_one((OneBlock, "sharding=fsdp", ""), (TwoLosses, "sharding=fsdp", "accum=x2"))
