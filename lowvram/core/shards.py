@@ -52,8 +52,8 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a model has gathered for a step that has failed: its parameters are sharded again. Communicates
-    nothing."""
+    """Free what a model has gathered, as for a step that has failed, or for an evaluation: its parameters are sharded
+    again. Communicates nothing."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -20,7 +20,7 @@ from lowvram.core.ranks import rank
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
 from lowvram.core.resting import ever_trains
-from lowvram.core.shards import is_sharded, placed, whole
+from lowvram.core.shards import is_sharded, placed, reshard, whole
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 
@@ -100,7 +100,8 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
     """On rank 0, the model with whole tensors; None on the others. A sharded model's tensors are put, on the CPU, into
-    one that `make` returns, which may be without memory."""
+    one that `make` returns, which may be without memory. A collective: all ranks must call it."""
+    reshard(model)  # an evaluation leaves what belongs to no block gathered
     if not any(map(is_sharded, model.parameters())):
         return model if rank() == 0 else None
     names = {tensor: name for name, tensor in reversed(named_tensors(model))}  # of a tied one, the first

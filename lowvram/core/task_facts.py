@@ -61,6 +61,13 @@ def stray(clause: str | None) -> str | None:
 def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
     """Why FSDP2 can't shard a weight of the model, block by block, and what to do; None if it can."""
     num_blocks_with = Counter(weight for block in blocks for weight in set(block.parameters()))
+    in_blocks = {module for block in blocks for module in block.modules()}
+    outside = {
+        weight: name
+        for name, module in model.named_modules()
+        if module not in in_blocks
+        for weight in module.parameters(recurse=False)
+    }
     for name, weight in model.named_parameters():
         if weight.dim() == 0:
             return f"{name} is a single number: make it a vector of one, as by torch.ones(1)"
@@ -68,6 +75,12 @@ def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
             return f"{name} of shape {tuple(weight.shape)} is empty: leave it out"
         if num_blocks_with[weight] > 1:
             return f"{name} is in {num_blocks_with[weight]} blocks: give each a weight of its own, or leave that option"
+        if weight in num_blocks_with and weight in outside:
+            user = outside[weight] or "the model itself"
+            return (
+                f"{name} is in a block, and {user}, outside of the blocks, has it, too: give each a weight of its own,"
+                " or leave that option"
+            )
     return None
 
 

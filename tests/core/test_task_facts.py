@@ -14,7 +14,7 @@ from lowvram.config.errors import BadInput
 from lowvram.core.assemble import check_conflicts
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Part, Task
-from lowvram.core.task_facts import TASK_FACTS, absent_of
+from lowvram.core.task_facts import TASK_FACTS, absent_of, unshardable
 from lowvram.core.values import Fill
 from lowvram.models.external import ExternalConfig
 from lowvram.tasks import Auto
@@ -86,6 +86,17 @@ def test_the_weights_of_blocks_are_counted_once_and_only_where_asked() -> None:
     assert Counted.times == 50
     model[7].weight = model[8].weight
     assert "7.weight is in 2 blocks" in absent_of(task, model, frozenset({Fact.SHARDABLE}))[Fact.SHARDABLE]
+
+
+def test_a_weight_of_a_block_that_a_layer_outside_has_too_cannot_be_sharded() -> None:
+    """FSDP2 has a traceback for it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    blocks = [model[1], model[2]]
+    assert unshardable(model, blocks) is None
+    model[0].weight = model[2].weight
+    assert "0.weight is in a block, and 0, outside of the blocks, has it, too" in str(unshardable(model, blocks))
+    model.weight = model[1].weight
+    assert "the model itself, outside of the blocks" in str(unshardable(model, blocks[:1]))
 
 
 def test_a_class_of_blocks_that_is_not_there_is_told_whatever_is_asked() -> None:

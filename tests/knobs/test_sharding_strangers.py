@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.shards import whole
+from lowvram.core.states import whole_model
 from tests.laboratory import relative_error
 from tests.ranks import on_ranks
 from tests.restless import CLASSES, WIDTH, Mlp, Net
@@ -169,3 +171,24 @@ def test_gradients_in_several_pieces_are_refused_with_ddp() -> None:
             assert f"the one of {name}" in sentence
             assert "choose sharding=fsdp" in sentence
     check_as_one((OneBlock, "sharding=fsdp", ""), (TwoLosses, "sharding=fsdp", "accum=x2"))
+
+
+def whole_after_an_evaluation() -> dict[str, Tensor] | None:
+    model = Wide()
+    rig = lowvram.assemble(lowvram.task(model, torch.randn(SIZE, WIDTH)), f"{SGD} sharding=fsdp", "cpu")
+    lowvram.step(rig, lowvram.Part(torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))))
+    with torch.no_grad():
+        rig.model(torch.randn(SIZE, WIDTH))
+    entire = whole_model(rig.model, Wide)
+    assert not isinstance(entire, FSDPModule)
+    return None if entire is None else entire.state_dict()
+
+
+def test_a_model_without_blocks_is_whole_after_an_evaluation() -> None:
+    """Which leaves all of it gathered."""
+    found, of_the_other = on_ranks(whole_after_an_evaluation)
+    assert of_the_other is None
+    assert found is not None
+    assert {name: tuple(each.shape) for name, each in found.items()} == {
+        name: tuple(each.shape) for name, each in Wide().state_dict().items()
+    }
