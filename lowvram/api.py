@@ -110,7 +110,10 @@ class ModuleTask(Task):
         return self.loss(outputs, part.targets)
 
     def num_targets(self, part: Part) -> Tensor:
-        return super().num_targets(part) if self.loss.count is None else self.loss.count(part.targets)
+        return self.loss.num_targets(part)
+
+    def in_parts(self, num_parts: int) -> None:
+        self.loss.num_parts = num_parts
 
     def find_blocks(self) -> FoundBlocks:
         if not self.found_blocks:
@@ -180,6 +183,7 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
         inputs: two samples or more: a tensor, or a dictionary of tensors, passed to the module as keyword arguments.
         criterion: maps outputs and targets to the *sum* of the losses over the targets (0-dim), or is one of torch's
             losses for outputs and targets, such as nn.CrossEntropyLoss(): their means are taken over the whole batch.
+            If it has `count`, targets -> what the sum is divided by, that counts; else the targets that aren't -100.
         blocks: the class name of the repeated blocks; None: found by what modules save for the backward pass.
 
     Raises:
@@ -189,7 +193,9 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
     require(isinstance(module, nn.Module), "module", type(module).__name__, "an nn.Module")
     allowed = "a function of outputs and targets, or one of torch's losses, such as nn.CrossEntropyLoss()"
     require(callable(criterion) and not isinstance(criterion, type), "criterion", criterion, allowed)
-    loss = UserCriterion(criterion, "criterion", getattr(criterion, "__name__", criterion))
+    name, count = getattr(criterion, "__name__", criterion), getattr(criterion, "count", None)
+    loss = UserCriterion(criterion, "criterion", name, count)
+    loss.models = lambda: (module,)
     return ModuleTask(lambda: module, inputs, loss, blocks)
 
 

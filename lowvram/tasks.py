@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
+from lowvram.core.loss_parts import Holder
 from lowvram.core.rig import IGNORE, Method, Part, Tail, Task, named_tensors
 from lowvram.core.torch_losses import labels_named, sum_and_count
 from lowvram.core.values import Fill
@@ -204,6 +206,15 @@ class Problem(Task):
         with labels_named(log_probabilities.shape[-1], IGNORE):
             return F.nll_loss(log_probabilities, part.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
+    def loss_parts(self) -> Holder | None:
+        """What a criterion of the user's own consists of; None of ours, which hold nothing."""
+        return None
+
+    def num_answers(self, part: Part) -> Tensor | None:
+        """How many targets `num_correct` may count (0-dim); None: as many as `num_targets`."""
+        del part
+        return None
+
     def num_correct(self, outputs: Tensor, part: Part) -> Tensor:
         """For how many targets the largest output is right (0-dim)."""
         return (outputs.argmax(-1) == part.targets).sum()
@@ -264,12 +275,20 @@ class UserProblem(Problem):
     def __init__(self, model: ModelConfig, spec: DataSpec, user: Any, name: str) -> None:
         super().__init__(model, spec)
         self.user, self.name = user, name
-        self.sum_of_losses = UserCriterion(getattr(user, "criterion", user), "task.target", name)
+        count = getattr(user, "count", None)
+        self.sum_of_losses = UserCriterion(getattr(user, "criterion", user), "task.target", name, count)
+        self.models = WeakSet[nn.Module]()  # that were made for this task
+        self.sum_of_losses.models = lambda: self.models
 
     @property
     def description(self) -> str:
         """Includes an object address, so user code is never cached on disk."""
         return f"{super().description} {self.name} {object.__repr__(type(self.user))}"
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        self.models.add(model)
+        return model
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model's logits or, where samples have several targets, everything that the model returns."""
@@ -283,8 +302,16 @@ class UserProblem(Problem):
         return self.sum_of_losses(outputs, part.targets)
 
     def num_targets(self, part: Part) -> Tensor:
-        count = self.optional_method("count") or self.sum_of_losses.count
-        return super().num_targets(part) if count is None else torch.as_tensor(count(part.targets), device=part.device)
+        return self.sum_of_losses.num_targets(part)
+
+    def num_answers(self, part: Part) -> Tensor | None:
+        return part.num_targets
+
+    def in_parts(self, num_parts: int) -> None:
+        self.sum_of_losses.num_parts = num_parts
+
+    def loss_parts(self) -> Holder:
+        return self.sum_of_losses.holder
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         blocks = self.optional_method("blocks")

@@ -297,3 +297,37 @@ def test_batch_norm_over_one_sample_is_refused_in_a_sentence(knobs: str, says: s
     says = says.replace("4 parts", "the parts")  # a plan doesn't follow all of them
     with pytest.raises(Incompatible, match=f"^BatchNorm takes the mean over several samples, and {says}"):
         lowvram.plan(lowvram.task(module, x), y, num_samples, knobs, device="cpu")
+
+
+class Thawing(nn.Module):
+    """Lets its first layer train from the third step on."""
+
+    def __init__(self, begins_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.num_calls = nn.Linear(4, 4), nn.Linear(4, 3), 0
+        self.first.requires_grad_(not begins_frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.first.requires_grad_(self.num_calls > 2)
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("knobs", ["", "stepping=in_backward", "stepping=cpu_offload", "accum=x2"])
+def test_a_weight_that_no_optimizer_has_is_refused_once_it_trains(knobs: str) -> None:
+    x, y = torch.rand(4, 4), torch.arange(4) % 3
+    for begins_frozen in (True, False):
+        module = Thawing(begins_frozen)
+        rig = lowvram.assemble(lowvram.task(module, x), f"{knobs} optimizer=sgd optimizer.lr=0.5", "cpu")
+        module.num_calls, before = 0, module.first.weight.detach().clone()
+        lowvram.step(rig, lowvram.Part(x, y))
+        assert torch.equal(module.first.weight, before)
+        module.num_calls = 2
+        if begins_frozen:
+            with pytest.raises(
+                Incompatible, match=r"lets first\.weight and 1 more train \(requires_grad\) since this step"
+            ):
+                lowvram.step(rig, lowvram.Part(x, y))
+        else:
+            lowvram.step(rig, lowvram.Part(x, y))
+            assert not torch.equal(module.first.weight, before)

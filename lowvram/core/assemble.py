@@ -21,7 +21,7 @@ from lowvram.core.ranks import num_ranks
 from lowvram.core.real_views import lend_gradients, real_views
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
-from lowvram.core.states import add_hooks
+from lowvram.core.states import add_hooks, refusing_thawed
 from lowvram.core.task_facts import absent_of
 from lowvram.core.trainable import check_something_trains, check_trainable
 from lowvram.core.values import materialise
@@ -66,7 +66,7 @@ def assemble(
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
     rig = task.with_added_loss(rig)
-    return replace(rig, run=with_reasons(rig.run, knobs))
+    return replace(rig, run=refusing_thawed(with_reasons(rig.run, knobs), rig.model))
 
 
 def check_conflicts(task: Task, model: nn.Module, knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> None:

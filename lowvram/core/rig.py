@@ -119,6 +119,10 @@ class Task(ABC):
         """How many targets the criterion sums over (0-dim, on their device, without waiting for it)."""
         return part.num_targets
 
+    def in_parts(self, num_parts: int) -> None:
+        """Called before a batch is computed in several parts, whose losses are added."""
+        del num_parts
+
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated units of the model, in the order of the forward pass; empty if they aren't known."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from typing import Any, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.compat.torch_versions import version
+from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.ranks import rank
@@ -23,6 +25,9 @@ from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, reshard, whole
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
+
+if TYPE_CHECKING:
+    from lowvram.core.rig import Part, Rig, Run
 
 STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the other entries are settings
 CHANGED = "changed_by_steps"  # in saved param_groups: the names of entries that the optimizer has changed itself
@@ -87,6 +92,24 @@ def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Those that train at no step of the run."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name, parameter) for name, parameter in named if not ever_trains(parameter)]
+
+
+def refusing_thawed(run: Run, model: nn.Module) -> Run:
+    """A `Rig.run` that raises Incompatible once a weight trains that is frozen now, as no optimizer updates it."""
+    frozen = frozenset(name for name, _ in frozen_parameters(model))
+    return partial(_run, run, frozen) if frozen else run
+
+
+def _run(run: Run, frozen: frozenset[str], rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
+    loss = run(rig, parts, total)
+    thawed = [name for name, each in rig.model.named_parameters() if each.requires_grad and name in frozen]
+    if thawed:
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise Incompatible(
+            f"the model lets {thawed[0]}{more} train (requires_grad) since this step, and no optimizer updates what was"
+            " frozen as the run began: let the constructor leave it trainable, and forward freeze it until then"
+        )
+    return loss
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -61,7 +61,13 @@ class Parts(Knob):
         return Growing()
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, split=self.split)
+        def split(batch: Part) -> list[Part]:
+            parts = self.split(batch)
+            if len(parts) > 1:
+                rig.task.in_parts(len(parts))
+            return parts
+
+        return replace(rig, split=split)
 
     def remedies(self) -> Mapping[Kind, int]:
         """Up to 8 parts, more are offered first; more than 8 take time, and are offered after everything else."""

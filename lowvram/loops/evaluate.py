@@ -13,11 +13,13 @@ from torch import nn
 from torch.backends import mha
 
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.loss_parts import unchanged_afterwards
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.loader import eval_batches
 from lowvram.loops.session import NonFinite, Session
 from lowvram.loops.user_metrics import Metric, user_metrics
+from lowvram.tasks import Problem
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,16 @@ def evaluate(session: Session) -> Evaluation:
     metrics = user_metrics(settings.eval.metrics or (), rig.device)
     part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
-    with in_evaluation(rig.model), same_draws_afterwards(rig.model):
+    with in_evaluation(rig.model), same_draws_afterwards(rig.model), loss_in_evaluation(session.problem):
         of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
         sums = summed(torch.stack(of_parts).sum(0))
     loss, correct, num_targets, *more = sums.tolist()
+    num_answers = more.pop() if len(more) > len(rig.eval_means) else num_targets
     if not num_targets:
         raise NonFinite(
             f"no target counts in the held-out samples, all are {IGNORE}: leave such samples out of the data"
         )
-    scores = session.problem.scores(loss / num_targets, correct / num_targets)
+    scores = session.problem.scores(loss / num_targets, correct / max(num_answers, 1))
     scores |= {name: each / num_targets for name, each in zip(rig.eval_means, more, strict=True)}
     return Evaluation(loss / num_targets, scores | {name: metric.compute() for name, metric in metrics.items()})
 
@@ -73,13 +76,27 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def loss_in_evaluation(problem: Problem) -> Iterator[None]:
+    """Inside it the modules of a criterion of the user's own are in evaluation mode. It changes nothing that the
+    criterion keeps, such as a running mean."""
+    holder = problem.loss_parts()
+    if holder is None:
+        yield
+        return
+    with unchanged_afterwards(holder), in_evaluation(holder):
+        yield
+
+
 @torch.no_grad()
 def part_sums(session: Session, rig: Rig, part: Part, metrics: Mapping[str, Metric]) -> Any:
-    """(loss, correct answers, targets, and those of `Rig.eval_means`) of one part, summed: fp64. Then updates the
-    user's metrics."""
+    """(loss, correct answers, targets, those of `Rig.eval_means`, and answers if those are counted otherwise than
+    targets) of one part, summed: fp64. Then updates the user's metrics."""
     outputs = rig.forward(part)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
     more = [sum_of(part) for sum_of in rig.eval_means.values()]
+    num_answers = session.problem.num_answers(part)
+    more += [] if num_answers is None else [num_answers]
     sums = [loss, correct, session.problem.num_targets(part), *more]
     stacked = torch.stack([each.double() for each in sums])
     for metric in metrics.values():

@@ -23,6 +23,7 @@ from lowvram.data.loader import every_sample
 from lowvram.export.folder import export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.plain import Origin, made_from
+from lowvram.loops.evaluate import loss_in_evaluation
 from lowvram.loops.session import Session
 from lowvram.models.layout import with_extra_state
 from lowvram.tasks import Problem
@@ -86,8 +87,9 @@ def fields_of(session: Session, chosen: Format, trained: Trained, loaded: nn.Mod
 
 def mean_loss(problem: Problem, outputs: Outputs, parts: Iterable[Part]) -> float:
     """Per target, in nats."""
-    of_parts = [(problem.criterion(outputs(part.inputs), part).item(), problem.num_targets(part)) for part in parts]
-    return sum(loss for loss, _ in of_parts) / int(sum(count for _, count in of_parts))
+    with loss_in_evaluation(problem):
+        of_parts = [(problem.criterion(outputs(part.inputs), part), problem.num_targets(part)) for part in parts]
+    return sum(loss.item() for loss, _ in of_parts) / sum(count.double().item() for _, count in of_parts)
 
 
 def interleaved_ms(first: Outputs, second: Outputs, inputs: Any) -> tuple[float, float]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core import generators
+from lowvram.core.loss_parts import LossState
 from lowvram.core.ranks import gather_from_all, num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
@@ -104,6 +105,8 @@ class TrainingRun:
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         self.frozen = Frozen(session.rig.model)
         self.unregistered, self.has_told_loss = Unregistered(session.rig.model), False
+        parts_of_loss = session.problem.loss_parts()
+        self.loss_state = LossState(parts_of_loss) if parts_of_loss is not None else None
         self.savable = Savable(self.formed_state())
         check = partial(check_form, self.formed_state())
         state = self.snapshots.load(check) if session.is_resumed else None
@@ -271,6 +274,7 @@ class TrainingRun:
             "random": randoms,
             "noise": self.session.noise.state(),
             "origins": self.begun_with(),
+            "loss": {} if self.loss_state is None else self.loss_state.state(),
             **self.formed_state(),
         }
 
@@ -299,6 +303,8 @@ class TrainingRun:
         self.frozen.switch(state.get("switched", {}))  # an early version of lowvram saved none
         load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
+        if self.loss_state is not None:
+            self.loss_state.load(state.get("loss", {}))  # an early version of lowvram saved none
         self.step = self.saved_step = self.logged_step = self.begun_at = index(state["step"])
         self.num_applied, self.random = index(state["num_applied"]), my_random_state(state["random"])
         self.first_loss, self.last_loss = float(state["first_loss"]), float(state["last_loss"])

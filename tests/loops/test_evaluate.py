@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,12 @@ from lowvram.core.rig import IGNORE, Part
 from lowvram.knobs.depth import EarlyExit
 from lowvram.loops import evaluate as evaluate_module
 from lowvram.loops.evaluate import Evaluation, evaluate, in_evaluation
-from lowvram.loops.session import Session
+from lowvram.loops.exported import held_out, mean_loss
+from lowvram.loops.session import Interrupted, Session
+from lowvram.loops.train import Train
+from lowvram.tasks import UserProblem
 from tests.laboratory import relative_error
-from tests.loops.sessions import Drawn
+from tests.loops.sessions import Drawn, Told
 
 
 def by_hand(session: Session) -> tuple[float, float]:
@@ -147,3 +152,70 @@ def test_early_exits_are_evaluated_beside_the_whole_model(
     is_whole = found.scores["loss_early"] == pytest.approx(found.loss, rel=1e-6)
     assert is_whole is (threshold == 1.0)
     assert 0 <= found.scores["accuracy_early"] <= 1
+
+
+class Answers:
+    """A loss whose targets weigh unevenly."""
+
+    def __init__(self) -> None:
+        self.loss = Remembering()
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(outputs, targets)
+
+    def count(self, targets: torch.Tensor) -> torch.Tensor:
+        return 0.01 * (targets != IGNORE).sum()
+
+    def num_correct(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(-1) == targets).sum()
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + outputs.mean()
+        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+        return 0.01 * loss * (1 + self.training)
+
+
+def with_own_loss(session: Session) -> tuple[Session, Answers]:
+    answers = Answers()
+    problem = UserProblem(session.problem.model, session.problem.spec, answers, "answers")
+    rig = replace(session.rig, task=problem, criterion=problem.criterion)
+    return replace(session, problem=problem, rig=rig), answers
+
+
+def test_a_loss_of_ones_own_is_evaluated_as_the_model_is_and_keeps_what_it_had(
+    make_session: Callable[..., Session],
+) -> None:
+    session, answers = with_own_loss(make_session())
+    found = evaluate(session)
+    loss, accuracy = by_hand(session)
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert found.scores == {"accuracy": pytest.approx(accuracy)}
+    assert answers.loss.mean.item() == 0
+    assert answers.loss.training
+    with torch.no_grad():
+        outputs = {part.inputs: session.rig.model.eval()(part.inputs) for part in held_out(session)}
+    assert mean_loss(session.problem, outputs.__getitem__, held_out_again(outputs, session)) == pytest.approx(
+        loss, rel=1e-6
+    )
+
+
+def held_out_again(outputs: dict[torch.Tensor, torch.Tensor], session: Session) -> list[Part]:
+    return [replace(part, inputs=inputs) for part, inputs in zip(held_out(session), outputs, strict=True)]
+
+
+def test_a_snapshot_holds_what_a_loss_of_ones_own_keeps(make_session: Callable[..., Session]) -> None:
+    def run(**keywords: Any) -> float:
+        session, answers = with_own_loss(make_session(**keywords))
+        with suppress(Interrupted):
+            Train().run(session)
+        return answers.loss.mean.item()
+
+    wanted = run()
+    run(told=Told(stop_at=3))
+    assert run(is_resumed=True) == wanted

@@ -48,6 +48,9 @@ class Adapted(Task):
     def num_targets(self, part: Part) -> Tensor:
         return self.plain.num_targets(part)
 
+    def in_parts(self, num_parts: int) -> None:
+        self.plain.in_parts(num_parts)
+
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return self.plain.blocks(model)
 
