@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from lowvram.config.errors import Incompatible
 
 RATIO = "lr_ratio"  # a group's entry: its learning rate over the one that the user named
-OWN = "own_lr"  # a group's entry, if the optimizer changes its learning rates itself: the one that the user named
+OWN = "own_lr"  # a group's entry, if the optimizer sets its learning rates itself: the one that the user named
 
 
 def note_rates(optimizer: Optimizer, lr: float, sets_lr: bool) -> None:
@@ -15,7 +15,7 @@ def note_rates(optimizer: Optimizer, lr: float, sets_lr: bool) -> None:
 
     Args:
         lr: the one that the user named.
-        sets_lr: the optimizer changes the rates of its groups itself.
+        sets_lr: the optimizer changes the rates of its groups itself, or doesn't read them.
     """
     for group in optimizer.param_groups:
         if sets_lr:
@@ -35,7 +35,7 @@ def set_rates(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr * group.get(RATIO, 1.0)
         elif lr != group[OWN]:
             raise Incompatible(
-                f"optimizer: {type(optimizer).__name__} changes the learning rates in its parameter groups itself, and"
-                f" a schedule would overwrite them (optimizer.lr={group[OWN]:g}, by the schedule {lr:g}): choose"
-                " schedule=constant"
+                f"optimizer: {type(optimizer).__name__} sets its learning rates itself: it changes those of its"
+                f" parameter groups, or doesn't read them, so it can't follow a schedule"
+                f" (optimizer.lr={group[OWN]:g}, by the schedule {lr:g}): choose schedule=constant"
             )

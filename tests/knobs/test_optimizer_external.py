@@ -132,6 +132,19 @@ class Halving(torch.optim.SGD):
             group["lr"] /= 2
 
 
+class KeepingItsRate(SharedNorm):
+    """Doesn't read the learning rate of its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.lr = lr
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.lr)
+
+
 def two_rates(params: Any, lr: float) -> Optimizer:
     """A tenth of the learning rate for matrices."""
     params = list(params)
@@ -233,10 +246,11 @@ def test_learning_rates_that_an_optimizer_sets_itself_are_not_overwritten() -> N
     rig = small_rig(f"{OWN}.Halving")
     small_steps(rig, range(2), {0: 0.01, 1: 0.01})
     assert rig.stepper.state_dict()["param_groups"][0]["lr"] == 0.01 / 4
-    with pytest.raises(
-        Incompatible, match=r"Halving changes the learning rates .* by the schedule 0.005\): choose sch"
-    ):
-        rig.stepper.set_lr(0.005)
+    for refused in (rig, small_rig(f"{OWN}.KeepingItsRate")):
+        with pytest.raises(
+            Incompatible, match=r" sets its learning rates itself.* by the schedule 0.005\): choose sch"
+        ):
+            refused.stepper.set_lr(0.005)
 
 
 @pytest.mark.parametrize("target", [f"{OWN}.CountingInGroups", f"{OWN}.Estimating", f"{OWN}.Halving"])

@@ -41,7 +41,7 @@ class Traits(NamedTuple):
     is_per_parameter: bool  # on nothing but its own parameter's gradients
     is_elementwise: bool  # on nothing but its own gradients
     has_stand_ins: bool  # it can be given one parameter (or piece) after the other in its parameters' place
-    sets_lr: bool  # it changes the learning rate of its groups itself
+    sets_lr: bool  # it changes the learning rates of its groups itself, or doesn't read them
 
 
 class Trial(NamedTuple):
@@ -89,12 +89,12 @@ def traits_of(make: Make) -> Traits:
         except Exception:
             trials = trials_in(torch.float32)
         found = [traits_in(make, trial) for trial in trials]
-    return Traits(
-        all(each.is_per_parameter for each in found),
-        all(each.is_elementwise for each in found),
-        all(each.has_stand_ins for each in found),
-        any(each.sets_lr for each in found),
-    )
+        return Traits(
+            all(each.is_per_parameter for each in found),
+            all(each.is_elementwise for each in found),
+            all(each.has_stand_ins for each in found),
+            any(each.sets_lr for each in found) or not any(reads_its_rates(make, trial) for trial in trials),
+        )
 
 
 def trials_in(dtype: torch.dtype) -> list[Trial]:
@@ -138,8 +138,17 @@ def changes_its_rates(make: Make, trial: Trial) -> bool:
     return rates != [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
+def reads_its_rates(make: Make, trial: Trial) -> bool:
+    """Whether halved learning rates make other steps."""
+    parameters = trial.parameters()
+    optimizer = make(parameters)
+    for group in optimizer.param_groups:
+        group["lr"] = float(group.get("lr", 0.0)) / 2
+    return not agree(trial.with_made(make), trial.changes(optimizer, parameters))
+
+
 def marked(make: Make, parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer that is marked as one that changes its rates, so that they belong to its state."""
+    """An optimizer that is marked as one that sets its rates itself, so that they belong to its state."""
     optimizer = make(parameters)
     note_rates(optimizer, 1.0, sets_lr=True)
     return optimizer
