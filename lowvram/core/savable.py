@@ -28,13 +28,15 @@ class Savable:
 
     Args:
         state: before the first step.
+        model: all tensors of the model's state then, also those that the state leaves out until the model thaws them.
 
     Raises:
         Incompatible: a snapshot can't hold it.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self._groups, self._is_told = groups_in(state["stepper"]), False
+        self._shapes = shapes_in(model)
         if found := self._wrong(state):
             raise Incompatible(found)
 
@@ -55,7 +57,28 @@ class Savable:
                 return f"{owner}: snapshots can't hold its state, as {place}: {MEND}"
         if groups_in(state["stepper"]) != self._groups:
             return "optimizer: snapshots can't hold its state, as it changes its parameter groups while it trains"
+        if change := changed_shape(self._shapes, shapes_in(state["model"])):
+            return (
+                f"model: neither snapshots nor the exported weights could be loaded, as {change} while it trains, and a"
+                " model that is made again has what its constructor makes: let that make the buffer as large as it gets"
+                " (and count the rows in use), or register it with persistent=False"
+            )
         return None
+
+
+def shapes_in(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def changed_shape(before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Which tensor has another shape than before, or is new; None if there is none. One that isn't there any more was
+    frozen by the model, or is left out of snapshots."""
+    for name, shape in now.items():
+        if name not in before:
+            return f"{name} is added"
+        if shape != before[name]:
+            return f"{name} changes its shape from {before[name]} to {shape}"
+    return None
 
 
 def unreadable(state: Any, place: str = "") -> str | None:

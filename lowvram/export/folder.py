@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput, BadSample, Incompatible, Shortage, require
 from lowvram.config.settings import ExportFormat
 from lowvram.config.texts import first_line
@@ -61,7 +63,20 @@ def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format |
     if chosen is not None:
         model = bare_model(problem)
         chosen.check(model, problem.last_weights(model))
+        outputs = fake_outputs(problem, model)
+        if outputs is not None:
+            chosen.check_outputs(outputs)
     return chosen
+
+
+def fake_outputs(problem: Problem, model: nn.Module) -> Any:
+    """What a model without memory returns for two samples; None if it can't be called so."""
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), problem.spec.example(2)[0])
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            return problem.call(model.eval(), inputs)
+    except Exception:  # of the model's own code, which may need values
+        return None
 
 
 def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:

@@ -37,6 +37,10 @@ class Format(ABC):
         """Raises BadInput if a library is missing, or if such a model can't be written so. The model may be without
         memory."""
 
+    def check_outputs(self, outputs: Any) -> None:
+        """Raises BadInput if a graph can't return what the model returns, whose tensors have no values."""
+        del outputs
+
     @abstractmethod
     def write(self, trained: Trained, folder: Path) -> None:
         """Write the weights into the folder, which has the files that describe the model. `trained` stays as it is."""

@@ -19,6 +19,10 @@ from lowvram.export.graph import Called, traced
 FILE = "model.onnx"
 INPUTS, OUTPUT = "inputs", "logits"  # names in the graph; of several inputs, each has its own name
 MOST_INSIDE_BYTES = 2**30  # of weights in the file itself; with more they lie beside it, as such a file ends at 2 GiB
+ONE_TENSOR = (
+    "torch_export or safetensors, such as resume=RUN export.format=torch_export: here a graph of ONNX returns one"
+    " tensor, and this model returns several, or one in a dictionary or a tuple"
+)
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -31,9 +35,14 @@ class Onnx(Graph):
     def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         check_installed()
 
+    def check_outputs(self, outputs: Any) -> None:
+        require(isinstance(outputs, Tensor), "export.format", self.name, ONE_TENSOR)
+
     def write(self, trained: Trained, folder: Path) -> None:
         check_installed()
         program = traced(Called(trained.model, trained.problem), trained.problem, self.name)
+        is_one = program.call_spec.out_spec is not None and program.call_spec.out_spec.is_leaf()
+        require(is_one, "export.format", self.name, ONE_TENSOR)
         inputs, _ = trained.problem.spec.example(1)
         names = list(inputs) if isinstance(inputs, Mapping) else [INPUTS]
         num_bytes = sum(tensor.nbytes for tensor in trained.model.state_dict().values())

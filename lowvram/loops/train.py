@@ -107,7 +107,7 @@ class TrainingRun:
         self.unregistered, self.has_told_loss = Unregistered(session.rig.model), False
         parts_of_loss = session.problem.loss_parts()
         self.loss_state = LossState(parts_of_loss) if parts_of_loss is not None else None
-        self.savable = Savable(self.formed_state())
+        self.savable = Savable(self.formed_state(), session.rig.model.state_dict())
         check = partial(check_form, self.formed_state())
         state = self.snapshots.load(check) if session.is_resumed else None
         if state is not None:

@@ -25,9 +25,11 @@ from lowvram.export.format import Format, Trained
 from lowvram.export.graph import traced
 from lowvram.export.plain import Origin
 from lowvram.export.weights import FewBits, distinct, fill, pack_pairs, unpack_pairs
+from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.models.external import ExternalConfig
 from lowvram.results.files import manifest
-from lowvram.tasks import Auto, Problem
+from lowvram.tasks import Auto, External, Problem
 from tests.laboratory import CPU, IMAGES, RESNET, TOKENS, TRANSFORMER, knobs_of, make_batch
 
 TINY: dict[str, Problem] = {
@@ -100,6 +102,19 @@ def test_weights_of_few_bits_compute_nearly_the_same(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(("name", "model"), [("torch_export", "resnet"), ("pt2e", "resnet")])
 def test_a_graph_computes_the_same(tmp_path: Path, name: str, model: str) -> None:
     check_outputs(tmp_path, name, model)
+
+
+@needs_onnx
+def test_onnx_is_refused_before_the_first_step_of_a_model_that_returns_several_tensors() -> None:
+    targets = {"kind": TensorLayout((), "int64"), "sizes": TensorLayout((2,), "float32")}
+    spec = DataSpec(Modality.OTHER, 0, (4,), layout=Layout((("", TensorLayout((4,), "float32")),), targets))
+    problem = External("tests.yours.TwoLosses").pose(ExternalConfig("tests.yours.TwoHeads"), spec)
+    with pytest.raises(
+        BadInput, match=r"^export\.format='onnx': must be torch_export or .* this model returns several"
+    ):
+        checked_format(ExportFormat.onnx, 32, problem)
+    assert checked_format(ExportFormat.torch_export, 32, problem) is not None
+    assert checked_format(ExportFormat.onnx, 32, TINY["resnet"]) is not None
 
 
 @needs_onnx

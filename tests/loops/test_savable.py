@@ -168,3 +168,32 @@ def test_weights_are_exported_where_the_last_snapshot_fails(make_session: MakeSe
     with pytest.raises(OSError, match="Not a directory"):
         Train().run(session)
     assert weights(session)
+
+
+@pytest.mark.parametrize("first_step", [1, 3])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_buffer_that_changes_its_shape_is_refused_after_the_first_step(
+    make_session: MakeSession, first_step: int, is_new: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could be loaded from no snapshot, and from no export."""
+    session = make_session(snapshot_every=2)
+    model, update, calls = session.rig.model, session.rig.stepper.update, [0]
+    if not is_new:
+        model.register_buffer("bank", torch.zeros(0, 2))
+    model.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def grow() -> Any:
+        calls[0] += 1
+        model.cache = torch.zeros(calls[0])
+        if calls[0] >= first_step:
+            model.register_buffer("bank", torch.zeros(3 * calls[0], 2))
+        return update()
+
+    session.rig.stepper.update = grow
+    says = "bank is added" if is_new else r"bank changes its shape from \(0, 2\) to"
+    if first_step == 1:
+        with pytest.raises(Incompatible, match=rf"^model: neither snapshots nor the exported weights .* {says}"):
+            Train().run(session)
+        return
+    Train().run(session)
+    assert "from step 4 on no snapshot can be saved" in capsys.readouterr().out
