@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput, BadSample, Shortage
 from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
+from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
 from lowvram.export import load, onnx
 from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import traced
 from lowvram.export.plain import Origin
 from lowvram.export.weights import FewBits, distinct, fill, pack_pairs, unpack_pairs
-from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.models.external import ExternalConfig
 from lowvram.results.files import manifest
@@ -106,7 +106,7 @@ def test_a_graph_computes_the_same(tmp_path: Path, name: str, model: str) -> Non
 
 @needs_onnx
 def test_onnx_is_refused_before_the_first_step_of_a_model_that_returns_several_tensors() -> None:
-    targets = {"kind": TensorLayout((), "int64"), "sizes": TensorLayout((2,), "float32")}
+    targets = (("kind", TensorLayout((), "int64")), ("sizes", TensorLayout((2,), "float32")))
     spec = DataSpec(Modality.OTHER, 0, (4,), layout=Layout((("", TensorLayout((4,), "float32")),), targets))
     problem = External("tests.yours.TwoLosses").pose(ExternalConfig("tests.yours.TwoHeads"), spec)
     with pytest.raises(
