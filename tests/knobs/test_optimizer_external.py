@@ -46,6 +46,16 @@ class OfRows(SharedNorm):
             parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / parameter.grad.norm())
 
 
+class OnlyFp32(SharedNorm):
+    """Refuses other dtypes, as many kernels do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if any(parameter.dtype != torch.float32 for parameter in self.param_groups[0]["params"]):
+            raise TypeError("only fp32")
+        super().step()
+
+
 class Clipping(torch.optim.SGD):
     """Plain steps with gradients whose norm over all is at most `clip`."""
 
@@ -215,6 +225,7 @@ def test_how_large_steps_are_does_not_matter_to_the_trial() -> None:
     """Small changes of weights near 1 look alike, whatever they depend on; and thresholds lie anywhere."""
     cases = [(f"{OWN}.OfRows", None, (True, False)), (f"{OWN}.SharedNorm", None, (False, False))]
     cases += [(f"{OWN}.Clipping", {"clip": clip}, (False, False)) for clip in (0.01, 1.0, 10.0, 300.0)]
+    cases += [(f"{OWN}.OnlyFp32", None, (False, False))]
     cases += [(f"{OWN}.Estimating", None, (False, False)), (f"{TORCH}.Adam", None, (True, True))]
     for target, args, wanted in cases:
         for lr in (1.0, 1e-5):
