@@ -224,7 +224,7 @@ def test_what_an_update_depends_on_is_found_by_trying(target: str, needs: set[Fa
 def test_how_large_steps_are_does_not_matter_to_the_trial() -> None:
     """Small changes of weights near 1 look alike, whatever they depend on; and thresholds lie anywhere."""
     cases = [(f"{OWN}.OfRows", None, (True, False)), (f"{OWN}.SharedNorm", None, (False, False))]
-    cases += [(f"{OWN}.Clipping", {"clip": clip}, (False, False)) for clip in (0.01, 1.0, 10.0, 300.0)]
+    cases += [(f"{OWN}.Clipping", {"clip": clip}, (False, False)) for clip in (1.0, 300.0)]
     cases += [(f"{OWN}.OnlyFp32", None, (False, False))]
     cases += [(f"{OWN}.Estimating", None, (False, False)), (f"{TORCH}.Adam", None, (True, True))]
     for target, args, wanted in cases:
