@@ -14,6 +14,12 @@ torch.nn.modules.batchnorm._BatchNorm, since before 1.13: the public classes hav
 by a public one, if torch makes one.
 """
 
+RunningNorm = batchnorm._NormBase
+"""The base class of all norms that may keep running statistics: BatchNorms and InstanceNorms.
+
+torch.nn.modules.batchnorm._NormBase, since 1.1: as for `BatchNorm`. Replaced by a public one, if torch makes one.
+"""
+
 Dropout = dropout._DropoutNd
 """The base class of all dropout layers.
 

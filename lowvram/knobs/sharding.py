@@ -31,6 +31,7 @@ from lowvram.config.errors import Incompatible, require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
 from lowvram.core.quiet import accept_views
+from lowvram.core.rank_buffers import RankBuffers
 from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
 from lowvram.core.shards import as_real, make_contiguous
@@ -183,26 +184,18 @@ def mesh_of_ranks(device: torch.device) -> DeviceMesh:
 def over_ranks(rig: Rig) -> Rig:
     """The rig of one rank, which has a slice of the logical batch: totals and losses are summed over all ranks."""
 
+    buffers = RankBuffers(rig.model)
+
     def total(parts: list[Part]) -> Tensor:
         return summed(rig.total(parts))
 
     def run(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
+        buffers.begin()
         loss = rig.run(final, parts, total)
-        average_statistics(final.model)
+        buffers.end()
         return summed(loss)
 
     return replace(rig, total=total, run=run)
-
-
-@torch.no_grad()
-def average_statistics(model: nn.Module) -> None:
-    """Give BatchNorm the same running statistics on all ranks: their mean over the ranks."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
-    statistics = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
-    if statistics:
-        means = summed(torch.cat(statistics)) / num_ranks()
-        for tensor, mean in zip(statistics, means.split([len(tensor) for tensor in statistics]), strict=True):
-            tensor.copy_(mean)
 
 
 @contextmanager

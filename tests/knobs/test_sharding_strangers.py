@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import redirect_stdout
+from io import StringIO
 
 import torch
 from torch import Tensor, nn
@@ -192,3 +194,53 @@ def test_a_model_without_blocks_is_whole_after_an_evaluation() -> None:
     assert {name: tuple(each.shape) for name, each in found.items()} == {
         name: tuple(each.shape) for name, each in Wide().state_dict().items()
     }
+
+
+class Centred(nn.Module):
+    """A running centre and a count of passes of its own, and the statistics of an InstanceNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.centre: Tensor
+        self.register_buffer("centre", torch.zeros(WIDTH, dtype=torch.complex64))
+        self.register_buffer("signs", torch.zeros(WIDTH, dtype=torch.bool), persistent=False)
+        self.passes: Tensor
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+        self.register_buffer("fixed", torch.full((WIDTH,), float("nan")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.norm(x.view(len(x), 2, -1)).flatten(1))
+        if self.training:
+            self.centre.mul_(0.5).add_(hidden.detach().mean(0) * (1 + 2j))
+            self.signs = x.mean(0) > 0
+            self.passes.add_(1)
+        return self.head(hidden)
+
+
+def trained_buffers() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    torch.manual_seed(rank())
+    x, targets = torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))
+    torch.manual_seed(1127)
+    rig = lowvram.assemble(lowvram.task(Centred(), x), f"{SGD} sharding=ddp", "cpu")
+    with redirect_stdout(StringIO()) as said:
+        for _ in range(STEPS):
+            lowvram.step(rig, lowvram.Part(x, targets))
+    own = Centred().norm
+    for _ in range(STEPS):
+        own(x.view(SIZE, 2, -1))
+    return {name: each.clone() for name, each in rig.model.named_buffers()}, dict(own.named_buffers()), said.getvalue()
+
+
+def test_buffers_that_forward_passes_change_are_the_same_on_all_ranks() -> None:
+    """Else the saved model has those of rank 0, and a resumed run goes on with others than it stopped with."""
+    (first, own, said), (second, other, nothing) = on_ranks(trained_buffers)
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=0, equal_nan=True)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(first[f"norm.{name}"], (own[name] + other[name]) / 2)
+    assert first["passes"] == STEPS
+    assert "note: forward passes change centre, signs, on each rank by its own samples" in said
+    assert said.count("note:") == 1
+    assert "forward passes" not in nothing
