@@ -205,6 +205,7 @@ def knob(*words: str) -> Knob:
     Raises:
         BadInput: there is no such group, option or field, or the value is out of range.
     """
+    words = with_option(words)
     group, _, option = words[0].partition("=")
     if group not in neutral_options():
         raise BadInput(group, option, f"one of the groups {', '.join(neutral_options())}")
@@ -213,6 +214,12 @@ def knob(*words: str) -> Knob:
     node = OmegaConf.merge(node_of(group, option), dict(field_of(word, group) for word in words[1:]))
     assert isinstance(node, DictConfig)
     return build(node, group)
+
+
+def with_option(words: Sequence[str]) -> tuple[str, ...]:
+    """The words for a knob; fields without an option are those of the neutral one, as on the command line."""
+    group, dot, _ = words[0].partition("=")[0].partition(".")
+    return (f"{group}={neutral_options()[group]}", *words) if dot and group in neutral_options() else tuple(words)
 
 
 def field_of(word: str, group: str) -> tuple[str, Any]:
@@ -241,7 +248,10 @@ def all_knobs(chosen: str | Iterable[str | Knob]) -> dict[str, Knob]:
     for choice in chosen:
         value = knob(*choice.split()) if isinstance(choice, str) else choice
         group = type(value).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
-        knobs[group] = (choice.split()[0] if isinstance(choice, str) else f"{group}={type(value).__name__}", value)
+        knobs[group] = (
+            with_option(choice.split())[0] if isinstance(choice, str) else f"{group}={type(value).__name__}",
+            value,
+        )
     return dict(knobs.values())
 
 
@@ -313,14 +323,21 @@ def measure(rig: Rig, batches: Iterable[Part], warmup_steps: int = 3, steps: int
         batches: at least warmup_steps + steps + 1, on the CPU or the rig's device.
     """
     source, clock, losses = iter(batches), clock_for(rig.device), list[Tensor]()
+    needed = warmup_steps + steps + 1
+
+    def following() -> Part:
+        if (batch := next(source, None)) is None:
+            raise BadInput("batches", "too few", f"{needed}: warmup_steps + steps + 1")
+        return batch.to(rig.device)
+
     for _ in range(warmup_steps):  # the first step makes the optimizer's state
-        losses.append(step(rig, next(source).to(rig.device))[0])
+        losses.append(step(rig, following())[0])
     for _ in range(steps):
-        batch = next(source).to(rig.device)
+        batch = following()
         with clock.lap("step"):
             losses.append(step(rig, batch)[0])
     synchronise(rig.device)
-    step_ms, batch = clock.laps_ms("step"), next(source).to(rig.device)
+    step_ms, batch = clock.laps_ms("step"), following()
     allocated = torch.cuda.max_memory_allocated(rig.device) if rig.device.type == "cuda" else None
     fix_heaviest(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors(), rig.device, teacher=rig.teacher) as peak:

@@ -331,3 +331,61 @@ def test_a_weight_that_no_optimizer_has_is_refused_once_it_trains(knobs: str) ->
         else:
             lowvram.step(rig, lowvram.Part(x, y))
             assert not torch.equal(module.first.weight, before)
+
+
+# What a loop of one's own may hand over
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = True) -> Tensor:
+        return self.linear(x) if scale is None or not flag else self.linear(x) * scale
+
+
+SHARED: list[dict[str, Any]] = [
+    {"flag": False},
+    {"scale": None},
+    {"scale": torch.tensor(2.0)},
+    {"scale": torch.tensor([[2.0, 3.0, 4.0]])},
+    {"scale": torch.arange(1.0, 9.0)[:, None]},
+]
+
+
+@pytest.mark.parametrize("more", SHARED, ids=range(len(SHARED)))
+def test_parts_share_what_has_no_row_for_each_sample(more: dict[str, Any]) -> None:
+    inputs, losses = {"x": torch.rand(8, 4), **more}, list[float]()
+    for knobs in ("", "accum=x4"):
+        rig = lowvram.assemble(lowvram.task(Scaled(), inputs), knobs, "cpu")
+        losses.append(lowvram.step(rig, lowvram.Part(inputs, torch.arange(8) % 3))[0].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+X, Y = torch.rand(8, 4), torch.arange(8) % 3
+STRANGE: list[tuple[Any, str]] = [
+    ((X, Y), r"^batch='tuple': must be a lowvram\.Part"),
+    (lowvram.Part(X, Y.numpy()), r"^batch\.targets='ndarray': must be tensors"),
+    (lowvram.Part(X[:0], Y[:0]), r"^batch\.targets=\[0\]: must be tensors with a row for each sample"),
+    (lowvram.Part({"x": X, "scale": torch.ones(3)}, Y), r"^batch='a tensor of shape \(3,\)': must be .* the 8 samples"),
+]
+
+
+@pytest.mark.parametrize(("batch", "says"), STRANGE, ids=range(len(STRANGE)))
+def test_a_batch_of_another_kind_is_refused_in_a_sentence(batch: Any, says: str) -> None:
+    rig = lowvram.assemble(lowvram.task(Scaled(), X), "accum=x2", "cpu")
+    with pytest.raises(BadInput, match=says):
+        lowvram.step(rig, batch)
+
+
+def test_too_few_batches_are_told() -> None:
+    with pytest.raises(BadInput, match=r"^batches='too few': must be 14"):
+        lowvram.measure(lowvram.assemble(lowvram.task(Scaled(), X), "", "cpu"), [lowvram.Part(X, Y)] * 5)
+
+
+def test_a_field_without_an_option_is_the_neutral_ones() -> None:
+    assert lowvram.knob("stepping.clip=0.1") == lowvram.knob("stepping=after_backward", "stepping.clip=0.1")
+    rig = lowvram.assemble(lowvram.task(Scaled(), X), "stepping.clip=0.1 accum=x2", "cpu")
+    assert rig.stepper.clip == 0.1  # pyright: ignore[reportAttributeAccessIssue]

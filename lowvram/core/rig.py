@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
-from lowvram.compat.torch_trees import tree_leaves, tree_map, tree_map_only
+from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.errors import Incompatible
 from lowvram.core.rounding import Rounding
 from lowvram.core.stepper import Stepper
@@ -53,8 +53,7 @@ class Part:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
-        soft = tree_map_only(Tensor, change, self.soft)
-        return Part(tree_map(change, self.inputs), tree_map(change, self.targets), soft)
+        return Part(*(tree_map_only(Tensor, change, each) for each in (self.inputs, self.targets, self.soft)))
 
     def to(self, device: torch.device) -> Part:
         return self.map(lambda tensor: tensor.to(device))
@@ -64,8 +63,8 @@ class Part:
 
     def tensors(self) -> list[Tensor]:
         """All that were loaded, and those alone: not what `SoftTargets` hold."""
-        soft = (leaf for leaf in tree_leaves(self.soft) if isinstance(leaf, Tensor))
-        return [*tree_leaves(self.inputs), *tree_leaves(self.targets), *soft]
+        trees = (self.inputs, self.targets, self.soft)
+        return [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Method(NamedTuple):

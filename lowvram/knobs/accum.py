@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
@@ -81,7 +82,30 @@ class Parts(Knob):
     def split(self, batch: Part) -> list[Part]:
         """The parts, along the first dimension; fewer than `parts` if the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
-        return [batch.map(lambda tensor, at=at: tensor.tensor_split(num_parts)[at]) for at in range(num_parts)]
+        if num_parts <= 1:
+            return [batch]
+        ends = split_ends(batch.num_samples, num_parts)
+        return [batch.map(partial(rows, ends=ends, at=at, num_samples=batch.num_samples)) for at in range(num_parts)]
+
+
+def split_ends(num_samples: int, num_parts: int) -> list[int]:
+    """The first sample after each part: as many in each as possible, the first ones have one more."""
+    size, more = divmod(num_samples, num_parts)
+    return [size * (at + 1) + min(at + 1, more) for at in range(num_parts)]
+
+
+def rows(tensor: Tensor, ends: list[int], at: int, num_samples: int) -> Tensor:
+    """The rows of a part of the samples; the whole tensor if it is the same for all of them.
+
+    Raises:
+        BadInput: it has rows, and not as many for each sample.
+    """
+    if tensor.dim() == 0 or len(tensor) == 1:
+        return tensor
+    each, more = divmod(len(tensor), num_samples)
+    allowed = f"tensors with a row for each of the {num_samples} samples, or with one for all, to be split by accum"
+    require(each > 0 and not more, "batch", f"a tensor of shape {tuple(tensor.shape)}", allowed)
+    return tensor[each * (ends[at - 1] if at else 0) : each * ends[at]]
 
 
 def in_parts_of(num_samples: int) -> Callable[[Part], list[Part]]:
