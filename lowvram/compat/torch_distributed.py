@@ -43,11 +43,17 @@ def before_reductions(module: FSDPModule, agreed: Callable[[list[bool]], list[bo
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     for group in groups:
-        group.post_backward = partial(_reduce, group, group.post_backward, agreed)
+        group.post_backward = partial(reduce_group, group, group.post_backward, agreed)
     return max((len(group.fsdp_params) for group in groups), default=0)
 
 
-def _reduce(group: Any, post_backward: Callable[..., None], agreed: Callable[..., list[bool]], *unused: Any) -> None:
+def reduce_group(
+    group: Any, post_backward: Callable[..., None], agreed: Callable[..., list[bool]], *unused: Any
+) -> None:
+    """What a group does instead of its `post_backward`; see `before_reductions`.
+
+    FSDPParamGroup.fsdp_params and reduce_grads, since 2.6. Replaced with `before_reductions`.
+    """
     trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
     if group.reduce_grads and trained:
         own = [has_gradient(each) for each in trained]
@@ -58,7 +64,10 @@ def _reduce(group: Any, post_backward: Callable[..., None], agreed: Callable[...
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether FSDP2 would reduce a gradient of this FSDPParam; see `before_reductions`."""
+    """Whether FSDP2 would reduce a gradient of this FSDPParam; see `before_reductions`.
+
+    FSDPParam._unsharded_param and unsharded_accumulated_grad, since 2.6. Replaced with `before_reductions`.
+    """
     gathered = getattr(parameter, "_unsharded_param", None)  # since it was first gathered
     return gathered is not None and (parameter.unsharded_accumulated_grad is not None or gathered.grad is not None)
 

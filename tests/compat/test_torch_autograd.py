@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.compat.sentences import needed
 
@@ -135,3 +137,28 @@ def test_hooks_of_a_tensor_go_to_another() -> None:
         handle.remove()
     new.sum().backward()
     assert (new.grad.tolist(), len(seen)) == ([4, 4], 1)
+
+
+@needed("torch.Tensor.__torch_dispatch__", by="ckpt, whose check reads tensors that have values")
+def test_tensors_with_operators_of_their_own_are_known() -> None:
+    from lowvram.compat.torch_autograd import has_own_operators
+
+    with FakeTensorMode():
+        assert has_own_operators(torch.ones(2))
+    assert not has_own_operators(torch.ones(2))
+    assert not has_own_operators(torch.nn.Parameter(torch.ones(2)))
+
+
+@needed("torch._C._autograd._top_saved_tensors_default_hooks", by="ckpt, whose check sees what autograd saves")
+def test_the_innermost_hooks_of_saved_tensors_are_known() -> None:
+    from lowvram.compat.torch_autograd import saving_hooks
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert saving_hooks() is None
+    with saved_tensors_hooks(pack, unpack):
+        assert saving_hooks() == (pack, unpack)

@@ -103,3 +103,34 @@ def test_weights_are_gathered_from_what_has_arrived() -> None:
         with gathered_from(arrived):
             assert module(torch.ones(1, 3)).tolist() == [[0.0, 0.0]]
         assert seen == [torch.Size([6])]
+
+
+class Half(torch.nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@needed("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", by="sharding=fsdp")
+def test_a_gradient_that_other_ranks_have_is_made() -> None:
+    """`reduce_group` asks for each group which parameters `has_gradient` knows one of."""
+    from lowvram.compat.torch_distributed import before_reductions, pretend_ranks
+
+    asked: list[list[bool]] = []
+
+    def agreed(own: list[bool]) -> list[bool]:
+        asked.append(own)
+        return [True for _ in own]
+
+    with group_left():
+        pretend_ranks(1)
+        module: Any = fully_shard(Half(), mesh=init_device_mesh("cpu", (1,)))
+        assert before_reductions(module, agreed) == 2
+        module(torch.ones(1, 3)).sum().backward()
+        assert asked == [[True, False]]
+        assert module.unused.weight.grad.to_local().tolist() == [[0.0] * 3] * 2

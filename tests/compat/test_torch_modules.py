@@ -137,3 +137,29 @@ def test_a_wrapper_becomes_what_everybody_holds() -> None:
     handle.remove()
     layer(x)
     assert len(seen) == 1
+
+
+@needed("torch.nn.modules.batchnorm._NormBase", by="several ranks, whose running statistics are averaged")
+def test_all_norms_with_running_statistics_are_known() -> None:
+    from lowvram.compat.torch_modules import RunningNorm
+
+    kinds = (nn.BatchNorm1d, nn.BatchNorm3d, nn.InstanceNorm2d, nn.SyncBatchNorm)
+    assert all(isinstance(kind(2), RunningNorm) for kind in kinds)
+    assert not isinstance(nn.LayerNorm(2), RunningNorm)
+
+
+@needed("torch.nn.Module._parameters", by="ckpt, which puts back what functional_call gave a block")
+def test_what_stands_in_for_parameters_is_seen() -> None:
+    from lowvram.compat.torch_modules import own_parameters
+
+    seen: list[dict[str, Any]] = []
+
+    class Layer(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(dict(own_parameters(self)))
+            return super().forward(input)
+
+    layer, other = Layer(2, 2, bias=False), torch.zeros(2, 2)
+    torch.func.functional_call(layer, {"weight": other}, (torch.ones(1, 2),))
+    assert seen[0]["weight"] is other
+    assert own_parameters(layer)["weight"] is layer.weight
