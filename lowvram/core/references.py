@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lowvram.compat.torch_autograd import give_hooks, hooks_of_tensor
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_modules import OF_MODULES
 
@@ -145,11 +146,12 @@ def of_partial(path: str, value: partial[Any]) -> Iterator[Reference]:
 
 
 def of_object(path: str, value: Any) -> Iterator[Reference]:
-    """The attributes of an object of a class written in Python."""
+    """The attributes of an object of a class written in Python, but for the mode that a fake tensor belongs to."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         for name, each in list(attributes.items()):
-            yield Reference(f"{path}.{name}", each, partial(attributes.__setitem__, name))
+            if not isinstance(each, FakeTensorMode):
+                yield Reference(f"{path}.{name}", each, partial(attributes.__setitem__, name))
     if type(value).__module__.partition(".")[0] not in ("torch", "numpy", "builtins"):
         for name in {name for kind in type(value).__mro__ for name in names_of_slots(kind)}:
             if (each := getattr(value, name, None)) is not None:
