@@ -21,6 +21,7 @@ from lowvram.core.changes import Change, Look, OfEntry, StatisticsFrozen
 from lowvram.core.generators import OfTorch, Source, States, global_sources, sources_of, states_of
 from lowvram.core.kernel_choice import KernelChoice
 from lowvram.core.places import Places
+from lowvram.core.saved import is_saved_exactly
 from lowvram.core.weights_read import Weights
 from lowvram.core.witness import Witness
 
@@ -61,13 +62,19 @@ class Repeatable:
         if self.places is None or self.places.num_looks == 1:  # the first call may make what it needs
             self.places, self.sources = Places(self.module, self.places), sources_of(self.module)
             self.with_parameters = [each for each in self.module.modules() if own_parameters(each)]
-        self.places.is_watching_norms = self.num_unchecked > 0
+        self.places.is_watching_norms = self.is_checking
         first = First(self, self.places)
         return Passes(first, Again(first))
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether the next forward pass is compared with its repetition: not where a trace or a ledger follows it, nor
+        where its inputs are kept in fewer bits."""
+        return self.num_unchecked > 0 and not is_in_dispatch_mode() and is_saved_exactly()
+
     def witness(self) -> Witness | None:
-        """Of the next forward pass; None if it isn't checked, or if a trace or a ledger follows it."""
-        if not self.num_unchecked or self.places is None or is_in_dispatch_mode():
+        """Of the next forward pass; None if it isn't checked."""
+        if self.places is None or not self.is_checking:
             return None
         return Witness(type(self.module).__name__, self.places.norms)
 

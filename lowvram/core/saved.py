@@ -65,7 +65,13 @@ class Copy(ABC):
 
 class Keeper(ABC):
     """Keeps saved tensors in another form, except those of the model and of the batch, which live through the step
-    anyway, and small ones. Each storage is copied once, however many saved tensors are views of it."""
+    anyway, and small ones. Each storage is copied once, however many saved tensors are views of it.
+
+    Attributes:
+        is_exact: what is read back is what was saved, to the last bit.
+    """
+
+    is_exact = True
 
     def __init__(self, model: nn.Module, device: torch.device, min_bytes: int) -> None:
         self._model, self._device, self._min_bytes = model, device, min_bytes
@@ -130,6 +136,11 @@ class Keeper(ABC):
 
 
 _active: list[Keeper] = []  # the innermost last
+
+
+def is_saved_exactly() -> bool:
+    """Whether the backward pass will read what the forward pass saves now, to the last bit."""
+    return all(keeper.is_exact for keeper in _active)
 
 
 def forward_with(rig: Rig, keeper: Keeper) -> Rig:

@@ -105,5 +105,5 @@ def with_a_shared_weight() -> nn.Module:
     ids=["number", "empty", "shared"],
 )
 def test_weights_that_cannot_be_sharded_are_named(model: nn.Module, told: str) -> None:
-    with pytest.raises(Incompatible, match=rf"offload=parameters needs that each weight can be sharded: {told}"):
+    with pytest.raises(Incompatible, match=rf"offload=parameters needs that each weight can be sharded, .*: {told}"):
         lowvram.assemble(lowvram.task(model, INPUTS), "offload=parameters", device="cpu")

@@ -107,6 +107,8 @@ class CountingStepper(StepperAround):
 class InFewBits(Keeper):
     """Keeps saved activations as codes."""
 
+    is_exact = False
+
     def __init__(
         self, model: nn.Module, device: torch.device, min_bytes: int, bits: int, next_seed: Callable[[], int]
     ) -> None:
