@@ -283,7 +283,12 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "says"), [("accum=x4", "in 4 parts"), ("", "of the batch"), ("compile=model", "of the batch")]
+    ("knobs", "says"),
+    [
+        ("accum=x4", "in 4 parts"),
+        ("", "of the batch"),
+        pytest.param("compile=model", "of the batch", marks=pytest.mark.slow),
+    ],
 )
 def test_batch_norm_over_one_sample_is_refused_in_a_sentence(knobs: str, says: str) -> None:
     module = Normed()
