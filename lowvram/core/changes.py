@@ -287,6 +287,8 @@ def changed_values(values: Values, before: dict[str, Any], held: set[int]) -> It
     if len(now) == len(before) and all(map(is_, now.values(), before.values())) and now.keys() == before.keys():
         return  # most often
     for name in {*now, *before}:
+        if values.is_of_torchs_own and name.startswith("_"):
+            continue
         was = before.get(name, MISSING)
         if not is_same(values.owner.get(name, MISSING), was) and id(was) not in held:
             yield OfEntry(f"{values.what}.{name}", values.owner, name, was)

@@ -176,7 +176,8 @@ class Values(NamedTuple):
 
     what: str  # for messages
     owner: MutableMapping[str, Any]
-    is_shared: bool
+    is_shared: bool = False
+    is_of_torchs_own: bool = False  # a module of torch, which keeps notes under names with an underscore
 
     def now(self) -> dict[str, Any]:
         """The values that are looked at."""
@@ -187,17 +188,14 @@ class Values(NamedTuple):
 
 def values_in(places: Places) -> list[Values]:
     """Also of torch's own modules: their forward pass changes none, but a model may, as `block.drop.p = 0.3` does."""
-    return [*values_with_tensors(places), *map(values_of, places.plain)]
+    plain = (Values(type(module).__name__, vars(module), is_of_torchs_own=True) for module in places.plain)
+    return [*values_with_tensors(places), *plain]
 
 
 def values_with_tensors(places: Places) -> list[Values]:
     """Those that may hold tensors."""
-    shared = (Values(what, owner, True) for what, owner in places.shared)
-    return [*map(values_of, places.with_values), *shared]
-
-
-def values_of(module: nn.Module) -> Values:
-    return Values(type(module).__name__, vars(module), False)
+    own = (Values(type(module).__name__, vars(module)) for module in places.with_values)
+    return [*own, *(Values(what, owner, is_shared=True) for what, owner in places.shared)]
 
 
 def identity(owner: MutableMapping[Any, Any]) -> int:
