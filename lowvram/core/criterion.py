@@ -16,6 +16,7 @@ from lowvram.core.loss_parts import Holder, holder_of, unchanged_afterwards
 from lowvram.core.loss_trial import counts_ignored_floats, is_float, tensors_of, tried, whole_and_halves
 from lowvram.core.ranks import rank
 from lowvram.core.rig import IGNORE, Part
+from lowvram.core.shards import is_sharded
 from lowvram.core.torch_losses import (
     ClassCount,
     check_labels,
@@ -143,12 +144,14 @@ class UserCriterion:
 
     def _own_weights(self, weights: list[Tensor], holder: Holder) -> str | None:
         """The name or the shape of one of the weights that isn't the model's; None if there is none."""
-        known = {id(weight) for model in self.models() for weight in model.parameters()}
-        strange = next((weight for weight in weights if id(weight) not in known), None)
-        if strange is None:
-            return None
-        names = (name for name, weight in holder.named_parameters() if weight is strange)
-        return next((name.partition(".")[2] for name in names), f"a tensor of shape {tuple(strange.shape)}")
+        of_models = [weight for model in self.models() for weight in model.parameters()]
+        known = {id(weight) for weight in of_models}
+        names = {id(weight): name.partition(".")[2] for name, weight in holder.named_parameters()}
+        # A sharded model has computed with gathered weights, which are nobody's afterwards.
+        are_gathered = any(map(is_sharded, of_models))
+        strange = (weight for weight in weights if id(weight) not in known)
+        found = next((weight for weight in strange if id(weight) in names or not are_gathered), None)
+        return None if found is None else names.get(id(found), f"a tensor of shape {tuple(found.shape)}")
 
     def _check_additive(self, outputs: Any, targets: Any, num_parts: int) -> None:
         """Tell once if the loss of a part isn't the sum of the losses of its samples, so that parts change it."""
