@@ -386,7 +386,7 @@ MODELS = {
     "tied_blocks": labelled(make=TiedBlocks, lacks="MLPS NORMS SHARDABLE"),
     "adapted": labelled(make=Adapted, lacks="MLPS NORMS", refuses="sparsity"),
     "custom_function": labelled(make=CustomFunction, lacks="MLPS NORMS"),
-    "hooked": labelled(make=Hooked, lacks="BLOCKS BRANCHES MLPS NORMS NO_RANDOMNESS SEPARATE_SAMPLES SKIPPABLE"),
+    "hooked": labelled(make=Hooked, lacks="MLPS NORMS"),
     "nerf": Foreign(
         make=Nerf,
         inputs=floats(4, 3),
