@@ -264,6 +264,7 @@ def test_without_compiled() -> None:
     assert activations(budget) == activations(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
 @pytest.mark.parametrize("option", ["blocks", "model"])
 def test_without_eager(option: str) -> None:
