@@ -185,3 +185,12 @@ def call(
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    """Tensors are fp64 unless they are told otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

@@ -84,7 +84,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
 HOLDING = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})  # what a module holds
 CALLED = frozenset(name for name in OF_MODULES if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
 

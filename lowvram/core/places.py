@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
+from lowvram.compat.torch_modules import OF_MODULES, BatchNorm, is_plain_module, own_buffers
 from lowvram.config.errors import Incompatible
 
 LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them; arrays never
 FIRST_LOOKS = 4  # at what classes and files hold
 MOST_SHARED = 1000  # entries of a list or a dictionary of a class or a file that is looked at
 DEEPEST = 3  # containers in containers that are looked into
-OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
 FIXED = ("torch", "lowvram", "builtins")  # packages whose classes and files stay as they are
 PLAIN = (int, float, complex, str, bytes, tuple, torch.dtype, torch.device, type(None))

@@ -11,10 +11,10 @@ from typing import Any, final
 from torch import nn
 
 from lowvram.compat.torch_autograd import version_of
-from lowvram.compat.torch_modules import own_buffers
+from lowvram.compat.torch_modules import OF_MODULES, own_buffers
 from lowvram.core.changes import Look, OfEntry
 from lowvram.core.generators import sources_of
-from lowvram.core.places import OF_MODULES, Places, containers_in, tensors_in
+from lowvram.core.places import Places, containers_in, tensors_in
 
 NUMBERS = (int, float, bool, str, type(None))
 MOST_NAMED = 3

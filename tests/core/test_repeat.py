@@ -27,14 +27,7 @@ from tests.restless import CLASSES, WIDTH, Mlp, Net
 
 CKPT = ("ckpt=every1", "ckpt=sqrt", "ckpt=selective")
 LR, STEPS = 0.05, 4
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class Fast(Net):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,14 +18,7 @@ from tests.restless import CLASSES, WIDTH, Mlp, Net
 SIZE, STEPS = 4, 3
 SGD = "optimizer=sgd optimizer.lr=0.05 optimizer.momentum=0.9"
 KNOBS = ["tile=blocks", "tile=blocks tile.samples=3", "tile=blocks ckpt=every1", "tile=blocks stepping=in_backward"]
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def batches(size: int = SIZE) -> list[tuple[Tensor, Tensor]]:
