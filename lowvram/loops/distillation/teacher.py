@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -114,7 +115,8 @@ def find_teacher(name: str, student: ModelConfig, spec: DataSpec) -> Teacher:
         BadInput: there is no such model, or it can't read these data.
     """
     folder = exported_folder(name)
-    stamps = [(path.stat().st_mtime_ns, path.stat().st_size) for path in weight_files(folder)]
+    with readable(name):
+        stamps = [(path.stat().st_mtime_ns, path.stat().st_size) for path in weight_files(folder)]
     key = repr((name, student.description, spec, stamps))
     if key not in FOUND:
         FOUND[key] = teacher_in(folder, name, student, spec)
@@ -151,7 +153,8 @@ def teacher_in(folder: Path | None, name: str, student: ModelConfig, spec: DataS
     same = own.class_names is None or spec.class_names in (None, own.class_names)
     require(same, KEY, name, f"a model of the same classes, in the same order: it knows {own.class_names}")
     posed = pose(name, config, replace(spec, num_classes=own.num_classes, vocab_size=own.vocab_size), own)
-    return Teacher(name, posed, lambda: load(folder, trust=trust), digest_of(folder))
+    with readable(name):
+        return Teacher(name, posed, lambda: load(folder, trust=trust), digest_of(folder))
 
 
 def of_transformers(name: str, folder: Path, spec: DataSpec) -> Teacher:
@@ -166,7 +169,8 @@ def of_transformers(name: str, folder: Path, spec: DataSpec) -> Teacher:
         raise BadInput(KEY, name, error.allowed) from None
     files = local_files(where, None)
     # What the hub's cache holds of a model lies in a folder that is named by its revision; its weights come later.
-    digest = digest_of(folder) if folder.is_dir() else f"{name} {files and files.name}"
+    with readable(name):
+        digest = digest_of(folder) if folder.is_dir() else f"{name} {files and files.name}"
     return Teacher(name, pose(name, config, spec), None, digest)
 
 
@@ -189,6 +193,17 @@ def exported_folder(name: str) -> Path | None:
     places = ((folder / EXPORTED, CONFIG), (folder, CONFIG), (folder / EXPORTED, APART))
     found = next((place for place, file in places if (place / file).is_file()), None)
     return folder if found is None and folder.is_dir() else found
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Raises BadInput, with the teacher's name, if a file with its weights can't be read: a link to nowhere, a disk
+    that fails."""
+    try:
+        yield
+    except OSError as error:
+        file = "its weights" if error.filename is None else Path(error.filename).name
+        raise BadInput(KEY, name, f"a model whose files can be read, and {file} can't: {error.strerror}") from None
 
 
 def digest_of(folder: Path | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,18 @@ def test_other_weights_are_another_teacher(tmp_path: Path) -> None:
     model = assemble(problem, knobs_of(), CPU, 2).model
     export(tmp_path / "model", model, Origin(problem.model, problem.spec, NoAdapter(), 1), merge=False)
     assert find_teacher(str(tmp_path), problem.model, problem.spec).digest != found.digest
+
+
+def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    """A link to nowhere, a link to itself, a folder, and a pipe, on which a reader would wait."""
+    problem, name = PROBLEMS["transformer"], exported(PROBLEMS["transformer"], tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    links = (lambda: weights.symlink_to("gone"), lambda: weights.symlink_to(weights))
+    for put in (*links, weights.mkdir, lambda: os.mkfifo(weights)):
+        weights.rmdir() if weights.is_dir() else weights.unlink()
+        put()
+        with pytest.raises(BadInput, match=r"model\.safetensors"):
+            find_teacher(name, problem.model, problem.spec)
 
 
 def test_random_numbers_are_those_of_a_run_without_a_teacher() -> None:
