@@ -7,7 +7,6 @@ program starts its fork server as a new interpreter, it forks once more. It neve
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -19,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ IMPORTS = (
     "wandb",
 )
 SCRIPTS = ("lowvram.report", "lowvram.table")  # they run when they are imported
+MOST_FDS = 1 << 16  # more descriptors than a process here has
 SERVER = "lowvram.launch.fork_server"
 
 
@@ -110,7 +111,7 @@ class Program:
 
 
 def numbers_in(folder: str) -> list[int]:
-    """The names there that are numbers: of processes, or of descriptors."""
+    """The names there that are numbers, as those of processes."""
     return [int(path.name) for path in Path(folder).iterdir() if path.name.isdigit()]
 
 
@@ -234,10 +235,8 @@ def serve(args: Sequence[str], pass_fds: Sequence[int], env: dict[str, str]) -> 
 
     os.environ.clear()
     os.environ.update(env)
-    keep = {0, 1, 2, *pass_fds}
-    for fd in set(numbers_in("/proc/self/fd")) - keep:
-        with contextlib.suppress(OSError):  # that of the listing itself
-            os.close(fd)
+    for kept, next_kept in pairwise([*sorted({0, 1, 2, *pass_fds}), MOST_FDS]):
+        os.closerange(kept + 1, next_kept)  # without a listing, which a limit on descriptors may forbid
     use_streams()
     sys.argv = list(args[-2:])
     faults.arm()
