@@ -212,7 +212,7 @@ def dumped(found: Any) -> str:
 
 def lines(trial: Trial, random: Random) -> str | None:
     path = pick(trial, random, r"metrics\.jsonl$")
-    if path is None:
+    if path is None or not path.stat().st_size:  # that of a point without a step has no line
         return None
     found = [json.loads(line) for line in path.read_text().splitlines()]
     number = random.randrange(len(found))
