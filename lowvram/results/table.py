@@ -16,7 +16,8 @@ from lowvram.results.columns import Column, Table, metric_column, other_scores, 
 from lowvram.results.csv_file import FILE_NAME as CSV_FILE
 from lowvram.results.csv_file import to_csv, to_json_lines
 from lowvram.results.files.durable import write_text
-from lowvram.results.files.marker import point_of
+from lowvram.results.files.marker import MARKER, point_of
+from lowvram.results.files.run_folder import is_running
 from lowvram.results.metrics import (
     FILE_SIZE,
     LEAST_VRAM,
@@ -77,6 +78,14 @@ def warn_if_exchanged(folder: Path, row: Row) -> None:
         path = folder / FILE_NAME
         text = f"{path} is the row of another point than the sweep's: exchanged, or resumed with other overrides"
         print(shown(f"warning: {text}"), file=sys.stderr)
+
+
+def tell_missing(folder: Path) -> None:
+    """Name the points of a sweep that have no row, and that no program runs now: what is shown lacks them."""
+    for point in sorted(path.parent for path in folder.glob(f"*/{MARKER}")):
+        if point_of(point) is not None and not (point / FILE_NAME).exists() and not is_running(point):
+            why = "the program died before it wrote one, or somebody has removed it: the same command runs it again"
+            print(shown(f"{point / FILE_NAME} is missing, so this point is left out: {why}"), file=sys.stderr)
 
 
 _warned: set[Path] = set()  # folders whose row is another point's
@@ -241,6 +250,7 @@ def _show(folder: Path) -> int:
         return _refuse(f"{folder} holds no {FILE_NAME}, neither itself nor one folder deeper")
     save(folder, rows)
     print(render(rows))
+    tell_missing(folder)
     return 0
 
 

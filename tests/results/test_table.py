@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lowvram.results.columns import Table
-from lowvram.results.files.run_folder import MARKER
+from lowvram.results.files.run_folder import MARKER, Claim, Kind
 from lowvram.results.printed_table import to_markdown
+from lowvram.results.report.report import main as write_report
 from lowvram.results.row import GIB, MIB, Row, empty_row, merge, write
 from lowvram.results.table import build, collect, main, render, save
 
@@ -59,6 +60,20 @@ def test_a_row_of_another_point_is_reported_once(tmp_path: Path, capsys: pytest.
         assert len(collect(tmp_path)) == 3
     told = f"warning: {tmp_path / 'b' / 'result.json'} is the row of another point than the sweep's"
     assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other overrides\n"
+
+
+def test_points_without_a_row_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Their row was removed, or their program killed; one that a program runs now will have its row."""
+    for folder in ("done", "gone", "running", "a_users"):
+        (tmp_path / folder).mkdir()
+    claims = [Claim(tmp_path / name, Kind.RUN, "hydra.sweep.subdir", name) for name in ("gone", "running")]
+    claims[0].release()
+    write(tmp_path / "done", point("done"))
+    for command in (main, write_report):
+        assert command([str(tmp_path)]) == 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{tmp_path / 'gone' / 'result.json'} is missing, so this point is left out: ")
+    claims[1].release()
 
 
 def test_only_the_points_of_this_sweep_are_collected(tmp_path: Path):

@@ -20,6 +20,7 @@ from lowvram.results.files.durable import write_text
 from lowvram.results.report.data import Entry, Evidence, entries, evidence
 from lowvram.results.row import FILE_NAME as ROW_FILE
 from lowvram.results.row import to_json
+from lowvram.results.table import tell_missing
 from lowvram.results.terminal import shown_path, tell
 
 FILE_NAME = "report.html"
@@ -99,6 +100,7 @@ def _written(folders: Sequence[Path], to: Path | None, wants_png: bool) -> list[
             raise Refused(f"{folder} is not a folder: name the folder of a sweep or of a run")
         if not entries([folder]):
             raise Refused(f"{folder} holds no {ROW_FILE}, neither itself nor one folder deeper")
+        tell_missing(folder)
     if to is None and len(folders) > 1:
         raise Refused("several sweeps make one report: name its folder with --to FOLDER")
     target = to or folders[0]
