@@ -52,6 +52,8 @@ SCRIPT = """
     tempfile.tempdir = folder
     process.current_process()._config.pop("tempdir")  # a folder that multiprocessing has made elsewhere
     print("one inode:", first(100))
+    tempfile.tempdir = None
+    process.current_process()._config.pop("tempdir")
     def fill(but_pages):
         with open("/dev/shm/full", "wb", buffering=0) as file:
             try:

@@ -18,6 +18,7 @@ from scripts.benchmarks.agenda import Asked, asked, found, keep, run_all
 from scripts.benchmarks.agenda_items import ORDER, Item, Kind, items
 from scripts.benchmarks.book import Book
 from scripts.benchmarks.runs import Runs
+from tests.laboratory import IS_EMULATED
 
 SAYS = "import sys; [print('{\"figure\": %s}' % word, flush=True) for word in sys.argv[1:]]"
 
@@ -135,6 +136,7 @@ def test_an_unknown_word_is_refused(word: str) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")
 def test_the_agenda_runs_on_an_emulated_card(tmp_path: Path) -> None:
     """Whole, but for its last item, all tests, which run anyway."""
     done = subprocess.run(
