@@ -51,6 +51,7 @@ from lowvram.worker.signals import StopSignals
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # after which an interrupt that Python dropped in a destructor is raised again
+DROPPED_S = 5.0  # after which an interrupt that has ended nothing is raised again
 COMMIT_S = 10.0  # how long a snapshot waits for the parent; after that it carries the rows itself
 OF_EVERY_RANK = ("ready", "say", "row")  # events that all ranks send; only the first rank sends the others
 
@@ -129,7 +130,8 @@ class SpokenStream:
 
 class ChildStop(StopSignals):
     """Handles SIGINT and SIGTERM. They raise Interrupted at once, except inside `defer_interrupts`, where the loop ends
-    after the step."""
+    after the step; and again every `DROPPED_S` until the point ends, as any code may drop an exception that it catches.
+    """
 
     def listen(self) -> None:
         """Begin to handle signals, also one that has come since the fork."""
@@ -139,7 +141,9 @@ class ChildStop(StopSignals):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.heard(number) and not self._patient:
+        is_first = self.heard(number)
+        if (is_first or number == signal.SIGALRM) and not self._patient:
+            signal.setitimer(signal.ITIMER_REAL, DROPPED_S)
             raise Interrupted
 
     def _on_unraisable(self, dropped: Any) -> None:
@@ -154,6 +158,7 @@ class ChildStop(StopSignals):
     def settle(self) -> None:
         """Ignore signals from now on: the point has ended, and its row will be sent."""
         self._patient = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:

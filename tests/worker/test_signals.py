@@ -36,6 +36,36 @@ def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
     assert done.stderr == ""
 
 
+DROPPING = """
+import os, signal, time
+from lowvram.worker import main
+from lowvram.worker.errors import Interrupted
+
+main.DROPPED_S = 0.2
+stop = main.ChildStop()
+stop.listen()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+except BaseException:  # as code of a library, or of a model's constructor
+    pass
+try:
+    time.sleep(5)
+    print("went on")
+except Interrupted:
+    stop.settle()
+    time.sleep(0.5)
+    print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_that_other_code_drops_is_raised_again() -> None:
+    """Else a set-up would go on until a second signal. Once the point has ended there is none."""
+    done = subprocess.run([sys.executable, "-c", DROPPING], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "interrupted\n"
+
+
 CAPPED = """
 import resource
 from lowvram.worker.main import ChildStop
