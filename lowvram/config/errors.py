@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from lowvram.config.secret import text_without_secrets, without_secrets
 
@@ -17,6 +18,10 @@ class BadInput(ValueError):
         shown = repr(without_secrets(value, key))
         text = text_without_secrets(f"{printable(key)}={CONSTANTS.get(shown, shown)}: must be {allowed}")
         super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it can be sent from one process to another: by default `__init__` would be given the text alone."""
+        return ValueError.__new__, (type(self), *self.args), vars(self)
 
 
 def printable(key: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +43,29 @@ class OneByOneStepper(Stepper):
             set_rates(optimizer, lr)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.each()]}
+        """A state for each parameter, as which ones share an optimizer depends on the ranks."""
+        pieces = {optimizer: apart(optimizer.state_dict()) for optimizer in self.each()}
+        return {"optimizers": [next(pieces[optimizer]) for optimizer in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["optimizers"]
-        if len(saved) > len(self.each()):  # an early version of lowvram had one for each parameter
+        if len(saved) == len(self.optimizers):  # else an early version of lowvram had one for each optimizer
             owners = [*self.optimizers.values()]
             saved = [merged([saved[place] for place, one in enumerate(owners) if one is own]) for own in self.each()]
         for optimizer, its_state in zip(self.each(), saved, strict=True):
             optimizer.load_state_dict(its_state)
+
+
+def apart(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The states of optimizers of one parameter each, given that of one optimizer of all: what `merged` puts
+    together."""
+    places = [(group, place) for group in state["param_groups"] for place in group["params"]]
+    if len(places) == 1:
+        yield state
+        return
+    for group, place in places:
+        own = {0: state["state"][place]} if place in state["state"] else {}
+        yield {"state": own, "param_groups": [{**group, "params": [0]}]}
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
