@@ -42,16 +42,22 @@ class OneByOneStepper(Stepper):
         for optimizer in self.each():
             set_rates(optimizer, lr)
 
+    def owners(self) -> list[int]:
+        """For each parameter the place of its optimizer in `each`. Which ones share one depends on the ranks."""
+        places = {optimizer: place for place, optimizer in enumerate(self.each())}
+        return [places[optimizer] for optimizer in self.optimizers.values()]
+
     def state_dict(self) -> dict[str, Any]:
-        """A state for each parameter, as which ones share an optimizer depends on the ranks."""
-        pieces = {optimizer: apart(optimizer.state_dict()) for optimizer in self.each()}
-        return {"optimizers": [next(pieces[optimizer]) for optimizer in self.optimizers.values()]}
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.each()], "owners": self.owners()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = state["optimizers"]
-        if len(saved) == len(self.optimizers):  # else an early version of lowvram had one for each optimizer
-            owners = [*self.optimizers.values()]
-            saved = [merged([saved[place] for place, one in enumerate(owners) if one is own]) for own in self.each()]
+        saved, own = state["optimizers"], self.owners()
+        # Early versions of lowvram saved no owners, and the first of them had an optimizer for each parameter.
+        theirs = state.get("owners", [*range(len(own))] if len(saved) == len(own) else own)
+        if theirs != own:
+            pieces = [apart(one) for one in saved]
+            parts = [next(pieces[owner]) for owner in theirs]
+            saved = [merged([parts[at] for at, one in enumerate(own) if one == place]) for place in range(max(own) + 1)]
         for optimizer, its_state in zip(self.each(), saved, strict=True):
             optimizer.load_state_dict(its_state)
 
