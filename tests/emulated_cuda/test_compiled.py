@@ -1,6 +1,6 @@
-"""Compiled points run to their end in an ordinary child process on the emulated device. Triton's kernels write nothing
-there, so no value is asserted, only the way through the program, and the memory against the plan and another point.
-precision=fp8, which isn't compiled, has values: test_options.py."""
+"""Compiled points run to their end in an ordinary child process on the emulated device. Triton's kernels write zeros
+there (compiled.py), so no value is asserted, only the way through the program, and the memory against the plan and
+another point. precision=fp8, which isn't compiled, has values: test_options.py."""
 
 from __future__ import annotations
 
