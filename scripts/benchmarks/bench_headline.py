@@ -40,7 +40,7 @@ from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, size_text, to_json
 from scripts.benchmarks import headline_losses
 
-EMULATED = "EMULATED_CARD" in os.environ  # tests/emulated_cuda
+EMULATED = "EMULATED_VALUES" in os.environ  # scripts/emulated_gpu
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
 SMALLEST = {"transformer_smallest": "smallest", "resnet_smallest": "smallest_resnet"}  # options of `sweep`
 LOSSES = {"transformer_losses": "smallest", "resnet_losses": "smallest_resnet"}
