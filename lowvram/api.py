@@ -32,22 +32,15 @@ from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.model_copies import copied
-from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, named_tensors
+from lowvram.core.outputs import all_outputs, logits_of
+from lowvram.core.probes.blocks import FoundBlocks, find_blocks
+from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.step import step
+from lowvram.core.structure import Blocks, Probe, Structure
 from lowvram.core.values import Fill
 from lowvram.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
-from lowvram.models.block_finder import FoundBlocks, find_blocks
-from lowvram.models.draw_finder import find_draw
-from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
-from lowvram.models.outputs import all_outputs, logits_of
-from lowvram.models.restless_finder import find_deeds
-from lowvram.models.sample_finder import find_separate_blocks
-from lowvram.models.shape_finder import find_same_shape
-from lowvram.models.stray_finder import find_stray
-from lowvram.models.uncalled_finder import find_uncalled
-from lowvram.models.write_finder import find_written
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
@@ -92,7 +85,7 @@ class ModuleTask(Task):
     loss: UserCriterion
     blocks_class: str | None = None
     spec: Samples | None = None  # for a plan only
-    found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` has run
+    found: dict[Probe[Any], Any] = field(default_factory=dict, repr=False)  # what is known of the module
 
     def __repr__(self) -> str:
         return f"ModuleTask({type(self.make()).__name__}, criterion={self.loss.value})"
@@ -115,63 +108,23 @@ class ModuleTask(Task):
     def in_parts(self, num_parts: int) -> None:
         self.loss.num_parts = num_parts
 
-    def find_blocks(self) -> FoundBlocks:
-        if not self.found_blocks:
-            inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
-            self.found_blocks.append(find_blocks(self.make(), self.call, inputs, self.blocks_class, asks_head=False))
-        return self.found_blocks[0]
+    def structure(self, model: nn.Module) -> Structure:
+        return Structure(model, self.call, self.samples, self.samples, {Blocks(): self.find_blocks}, self.found)
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [model.get_submodule(name) for name in self.find_blocks().blocks]
-
-    def last_weights(self, model: nn.Module) -> set[Tensor]:
-        return named_tensors(model, self.find_blocks().last)
-
-    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+    def find_blocks(self, known: Structure) -> FoundBlocks:
+        """The blocks. No head: whether the criterion is a cross-entropy isn't known."""
         inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
-        found = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
-        return [Method(model.get_submodule(owner), method) for owner, method in found]
-
-    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        found = find_separate_blocks(model, self.call, self.samples, self.blocks(model))
-        return {model.get_submodule(name): count for name, count in found.items()}
-
-    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        found = find_same_shape(model, self.call, self.samples(2), self.blocks(model))
-        return {model.get_submodule(name): count for name, count in found.items()}
+        return find_blocks(known.model, self.call, inputs, self.blocks_class, asks_head=False)
 
     def samples(self, num_samples: int) -> Any:
         """The inputs, repeated or cut to so many samples, on the CPU."""
         rows = lambda tensor: tensor.cpu()[torch.arange(num_samples, device="cpu") % len(tensor)]  # noqa: E731
         return tree_map_only(Tensor, rows, self.inputs)
 
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        return self.find_blocks().has_plain_blocks
-
-    def uncalled(self, model: nn.Module) -> frozenset[str]:
-        return find_uncalled(model, self.call, self.samples(2))
-
-    def stray(self, model: nn.Module) -> str | None:
-        return find_stray(model, self.call, self.samples(2), self.blocks(model))
-
-    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
-        return find_written(model, self.call, self.samples(2), self.blocks(model))
-
-    def deeds(
-        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
-    ) -> tuple[str | None, str | None]:
-        return find_deeds(model, self.call, self.samples(2), blocks, compiled)
-
-    def blocks_trouble(self, model: nn.Module) -> str | None:
-        return self.find_blocks().trouble
-
-    def drawn_by(self, model: nn.Module) -> str | None:
-        return find_draw(model, self.call, self.samples(2))
-
     def without_values(self, targets: Any) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""
-        self.find_blocks()  # before the tensors lose their values
         model = self.make()
+        self.structure(model).get(Blocks())  # before the tensors lose their values
         bare = lambda: copied(model, "meta", with_constants=False).train()  # noqa: E731
         return replace(self, make=bare, spec=Samples(self.inputs, targets))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
@@ -21,20 +20,15 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.loss_parts import Holder
-from lowvram.core.rig import IGNORE, Method, Part, Tail, Task, named_tensors
+from lowvram.core.outputs import all_outputs
+from lowvram.core.probes.blocks import FoundBlocks
+from lowvram.core.probes.stated import HAS_FEW_SHAPES
+from lowvram.core.rig import IGNORE, Part, Task
+from lowvram.core.structure import Blocks, Probe, Stating, Structure
 from lowvram.core.torch_losses import labels_named, sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, num_real_tokens
-from lowvram.models.draw_finder import find_draw
-from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
-from lowvram.models.outputs import all_outputs
-from lowvram.models.restless_finder import Deeds, find_deeds
-from lowvram.models.sample_finder import find_separate_blocks
-from lowvram.models.shape_finder import find_same_shape
-from lowvram.models.stray_finder import find_stray
-from lowvram.models.uncalled_finder import find_uncalled
-from lowvram.models.write_finder import Written, find_written
 
 
 class ModelConfig(Protocol):
@@ -54,19 +48,9 @@ class ModelConfig(Protocol):
 
     def call(self, model: nn.Module, inputs: Any) -> Any: ...
 
-    def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]: ...
-
-    def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None: ...
-
-    def last_of(self, model: nn.Module, spec: DataSpec) -> list[str]: ...
-
-    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
-
-    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None: ...
-
-    def branches_of(self, model: nn.Module) -> list[list[nn.Module]]: ...
-
-    def tail_of(self, model: nn.Module) -> Tail | None: ...
+    def stated(self) -> Stating:
+        """What is known of the model without a trial."""
+        ...
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
 
@@ -84,14 +68,7 @@ class ModelConfig(Protocol):
 
 BYTES = ", whose images can be made float32 in the data set (image.float() / 255)"
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
-FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
-FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
-FOUND_STRAYS: dict[str, str | None] = {}
-FOUND_UNCALLED: dict[str, frozenset[str]] = {}
-FOUND_WRITTEN: dict[str, Written] = {}
-FOUND_DRAWS: dict[str, str | None] = {}  # by the description of a problem
-FOUND_DEEDS: dict[str, Deeds] = {}  # by it, and by the blocks and compiled modules
-FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
+KNOWN: dict[str, dict[Probe[Any], Any]] = {}  # what was found of models, by the descriptions of problems
 
 
 class Problem(Task):
@@ -114,83 +91,26 @@ class Problem(Task):
     def call(self, model: nn.Module, inputs: Any) -> Any:
         return self.model.call(model, inputs)
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return self.model.blocks_of(model, self.spec)
+    def structure(self, model: nn.Module) -> Structure:
+        found = KNOWN.setdefault(self.description, {})
+        return Structure(model, self.call, self.inputs, self.short_inputs, self.stated(), found)
 
-    def head(self, model: nn.Module) -> nn.Linear | None:
-        return self.model.head_of(model, self.spec)
+    def stated(self) -> Stating:
+        """What is known without a trial."""
+        return {**self.model.stated(), HAS_FEW_SHAPES: lambda known: self.spec.has_few_shapes}
 
-    def last_weights(self, model: nn.Module) -> set[Tensor]:
-        return super().last_weights(model) | named_tensors(model, self.model.last_of(model, self.spec))
-
-    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
-        key = f"{self.description} {names}"
-        if key not in FOUND_MLPS:
-            with without_dispatch_modes():  # a plan doesn't count these inputs
-                inputs, _ = self.spec.example(2)
-            FOUND_MLPS[key] = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
-        return [Method(model.get_submodule(owner), method) for owner, method in FOUND_MLPS[key]]
-
-    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        if self.description not in FOUND_SEPARATE:
-            found = find_separate_blocks(model, self.call, self.short_inputs, self.blocks(model))
-            FOUND_SEPARATE[self.description] = found
-        return {model.get_submodule(name): count for name, count in FOUND_SEPARATE[self.description].items()}
-
-    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        if self.description not in FOUND_SAME_SHAPE:
-            found = find_same_shape(model, self.call, self.short_inputs(2), self.blocks(model))
-            FOUND_SAME_SHAPE[self.description] = found
-        return {model.get_submodule(name): count for name, count in FOUND_SAME_SHAPE[self.description].items()}
-
-    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
-        return self.model.branches_of(model)
-
-    def tail(self, model: nn.Module) -> Tail | None:
-        return self.model.tail_of(model)
-
-    def short_inputs(self, num_samples: int) -> Any:
-        """Inputs of so many samples, on the CPU; of texts the first tokens alone."""
+    def inputs(self, num_samples: int) -> Any:
+        """Inputs of so many samples, on the CPU."""
         with without_dispatch_modes():  # a plan doesn't count these inputs
             inputs, _ = self.spec.example(num_samples)
+        return inputs
+
+    def short_inputs(self, num_samples: int) -> Any:
+        """The same; of texts the first tokens alone."""
+        inputs = self.inputs(num_samples)
         if self.spec.modality not in TEXTS:
             return inputs
         return tree_map_only(Tensor, lambda tensor: tensor[:, :FEW_TOKENS] if tensor.dim() > 1 else tensor, inputs)
-
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        return self.model.has_plain_blocks(model, self.spec)
-
-    def drawn_by(self, model: nn.Module) -> str | None:
-        if self.description not in FOUND_DRAWS:
-            FOUND_DRAWS[self.description] = find_draw(model, self.call, self.short_inputs(2))
-        return FOUND_DRAWS[self.description]
-
-    def uncalled(self, model: nn.Module) -> frozenset[str]:
-        if self.description not in FOUND_UNCALLED:
-            FOUND_UNCALLED[self.description] = find_uncalled(model, self.call, self.short_inputs(2))
-        return FOUND_UNCALLED[self.description]
-
-    def stray(self, model: nn.Module) -> str | None:
-        if self.description not in FOUND_STRAYS:
-            FOUND_STRAYS[self.description] = find_stray(model, self.call, self.short_inputs(2), self.blocks(model))
-        return FOUND_STRAYS[self.description]
-
-    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
-        if self.description not in FOUND_WRITTEN:
-            found = find_written(model, self.call, self.short_inputs(2), self.blocks(model))
-            FOUND_WRITTEN[self.description] = found
-        return FOUND_WRITTEN[self.description]
-
-    def deeds(
-        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
-    ) -> tuple[str | None, str | None]:
-        key = f"{self.description} {len(blocks)} {[type(each).__qualname__ for each in compiled]}"
-        if key not in FOUND_DEEDS:
-            FOUND_DEEDS[key] = find_deeds(model, self.call, self.short_inputs(2), blocks, compiled)
-        return FOUND_DEEDS[key]
-
-    def blocks_trouble(self, model: nn.Module) -> str | None:
-        return self.model.blocks_trouble(model, self.spec)
 
     def values(self, model: nn.Module, seed: int) -> Fill:
         return self.model.values(model, self.spec, seed)
@@ -229,9 +149,6 @@ class Problem(Task):
         num_tokens, is_text = self.num_tokens(part), self.spec.modality in TEXTS
         places = torch.full_like(num_tokens, num_places(part.inputs)) if is_text else num_tokens  # waits for no copy
         return torch.stack([num_tokens, places])
-
-    def has_few_shapes(self) -> bool:
-        return self.spec.has_few_shapes
 
     @abstractmethod
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
@@ -313,18 +230,25 @@ class UserProblem(Problem):
     def loss_parts(self) -> Holder:
         return self.sum_of_losses.holder
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        blocks = self.optional_method("blocks")
-        return super().blocks(model) if blocks is None else list(blocks(model))
+    def stated(self) -> Stating:
+        return {**super().stated(), Blocks(): self.named_blocks}
 
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        """False for blocks that the user's object names: how the model calls those isn't known."""
-        return self.optional_method("blocks") is None and super().has_plain_blocks(model)
+    def named_blocks(self, known: Structure) -> FoundBlocks:
+        """The blocks and the head that the user's object names. How the model calls such blocks isn't known; and the
+        model's own head is the head only for a cross-entropy."""
+        found = super().stated().get(Blocks(), Blocks().find)(known)
+        blocks, head = self.optional_method("blocks"), self.optional_method("head")
+        if blocks is not None:
+            names = tuple(self.name_of(block, known.model, "blocks") for block in blocks(known.model))
+            found = found._replace(blocks=names, has_plain_blocks=False)
+        layer = None if head is None else head(known.model)
+        return found._replace(head=None if layer is None else self.name_of(layer, known.model, "head"))
 
-    def head(self, model: nn.Module) -> nn.Linear | None:
-        """Only a head that the user's object names: the model's own is the head only for a cross-entropy."""
-        head = self.optional_method("head")
-        return None if head is None else head(model)
+    def name_of(self, part: Any, model: nn.Module, method: str) -> str:
+        name = next((name for name, module in model.named_modules() if module is part), None)
+        if name is None:
+            raise BadInput("task.target", f"{method}(model)", f"modules of the model: {type(part).__name__} is none")
+        return name
 
     def num_correct(self, outputs: Any, part: Part) -> Tensor:
         count = self.optional_method("num_correct")

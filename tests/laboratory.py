@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,16 @@ from lowvram.config.registry import all_options, knob_of, neutral_options, ready
 from lowvram.core.assemble import assemble, bare_model
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Knob, Stage, model_facts
 from lowvram.core.ledger import Peak, ledger
+from lowvram.core.probes.draws import NO_RANDOMNESS
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Method, Part, Rig, Tail, Task
+from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.stepper import Update
-from lowvram.core.task_facts import absent_of
+from lowvram.core.structure import Structure, lacking
 from lowvram.core.values import Fill
 from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
@@ -69,6 +71,13 @@ SMALL: dict[tuple[str, str], Knob] = {
     ("sparsity", "two_of_four"): TwoOfFour(steps=1),
 }
 KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}
+FACT_NAMES: dict[object, str] = {  # of the facts about a model, as the modules name them that define them
+    value: name
+    for module in list(sys.modules.values())
+    if module.__name__.startswith("lowvram.")
+    for name, value in vars(module).items()
+    if isinstance(value, ModelFact)
+}
 
 
 def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
@@ -128,20 +137,19 @@ MODELS = list(LARGER)
 WITH_DROPOUT = [f"{model}_dropout" if f"{model}_dropout" in PROBLEMS else model for model in MODELS]  # if there is such
 
 
-@cache
-def absent_in(problem: str) -> frozenset[Fact]:
-    """The facts that a problem of `PROBLEMS` lacks."""
-    return frozenset(absent_of(PROBLEMS[problem], bare_model(PROBLEMS[problem])))
-
-
 def is_for(knob: Knob, problem: str) -> bool:
     """Whether a model has what a knob needs: a ResNet, for example, has no MLPs."""
-    return knob.needs().isdisjoint(absent_in(problem))
+    return not lacking_of(PROBLEMS[problem], knob)
+
+
+def lacking_of(task: Task, *knobs: Knob) -> dict[ModelFact, str]:
+    """The facts that knobs need and the task's model lacks."""
+    return lacking(task.structure(bare_model(task)), model_facts(knobs))
 
 
 def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:
     """The name of a problem; that of the one without dropout if a knob needs a model without randomness."""
-    is_fixed = any(Fact.NO_RANDOMNESS in knob.needs() for knob in knobs.values())
+    is_fixed = any(NO_RANDOMNESS in knob.needs() for knob in knobs.values())
     return problem.removesuffix("_dropout") if is_fixed else problem
 
 
@@ -281,11 +289,8 @@ class InDouble(Task):
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         return self.problem.criterion(outputs, part)
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return self.problem.blocks(model)
-
-    def head(self, model: nn.Module) -> nn.Linear | None:
-        return self.problem.head(model)
+    def structure(self, model: nn.Module) -> Structure:
+        return self.problem.structure(model)
 
     def values(self, model: nn.Module, seed: int) -> Fill:
         fill = self.problem.values(model, seed)
@@ -299,24 +304,6 @@ class InDouble(Task):
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
         return self.problem.call(model, inputs)
-
-    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
-        return self.problem.mlps(model, names)
-
-    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        return self.problem.separate_blocks(model)
-
-    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        return self.problem.same_shape_blocks(model)
-
-    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
-        return self.problem.branches(model)
-
-    def tail(self, model: nn.Module) -> Tail | None:
-        return self.problem.tail(model)
-
-    def drawn_by(self, model: nn.Module) -> str | None:
-        return self.problem.drawn_by(model)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Stock(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         options = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
-        for block in rig.task.blocks(rig.model):
+        for block in rig.structure.blocks:
             block.forward = partial(checkpoint, block.forward, **options)
         return rig
 

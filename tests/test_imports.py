@@ -180,7 +180,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.stepping.cpu_offload",
         "knobs.stepping.strategies",  # of in_backward
         "knobs.tile.chunks",  # inside a backward pass: through the graph of one chunk
-        "models.alone_check",  # of a copy of a block, which learns nothing
+        "core.probes.alone",  # of a copy of a block, which learns nothing
     }
 
 

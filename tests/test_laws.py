@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import apply_stage, assemble, bare_model
-from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.assemble import apply_stage, assemble
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import WRITES, Exactness, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.packed import PackedWeight
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
-from lowvram.core.task_facts import absent_of
 from lowvram.knobs.tile import TiledBlocks
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
@@ -38,6 +39,7 @@ from tests.laboratory import (
     company,
     is_for,
     knobs_of,
+    lacking_of,
     make_batch,
     missing_here,
     relative_error,
@@ -134,7 +136,7 @@ SMOOTH: dict[str, Problem] = {**{model: PROBLEMS[model] for model in MODELS if m
 
 def has_what_it_needs(knob: Knob, problem: Problem) -> bool:
     """As `is_for`, of a problem that isn't one of `PROBLEMS`."""
-    return knob.needs().isdisjoint(absent_of(problem, bare_model(problem), knob.needs()))
+    return not lacking_of(problem, knob)
 
 
 @pytest.mark.parametrize(

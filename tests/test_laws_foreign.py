@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Exactness, Fact, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Exactness, Stage
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem

@@ -12,11 +12,13 @@ from lowvram.config.errors import Incompatible
 from lowvram.core import assemble as assembling
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact, Knob, conflicts
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Knob, conflicts
 from lowvram.knobs.ckpt import RecomputeEvery
 from scripts.pages.pairs import all_pairs, covering_rows
 from tests.laboratory import (
     CPU,
+    FACT_NAMES,
     KNOBS,
     NEUTRAL,
     OPTIONS,
@@ -104,9 +106,13 @@ def test_options_that_conflict_say_so_before_a_weight_has_memory(
 def unshown(knobs: dict[Pair, Knob]) -> set[str]:
     """The tests that are missing: `test_without_<fact>` of the group whose knob breaks it shows what goes wrong."""
     wanted = {
-        (group, f"test_without_{fact.name.lower()}") for (group, _), knob in knobs.items() for fact in knob.breaks()
+        (group, f"test_without_{name_of(fact).lower()}") for (group, _), knob in knobs.items() for fact in knob.breaks()
     }
     return {name for group, name in wanted if f"def {name}" not in source_of_tests(group)}
+
+
+def name_of(fact: Fact | ModelFact) -> str:
+    return fact.name if isinstance(fact, Fact) else FACT_NAMES[fact]
 
 
 def source_of_tests(group: str) -> str:

@@ -20,7 +20,8 @@ from lowvram.config.defaults import CONF, ROOT
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import settings
-from lowvram.core.knob import Fact, Knob
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob
 from lowvram.knobs import ckpt
 from lowvram.knobs.ckpt import every
 from scripts.pages.pairs import all_pairs, covering_rows

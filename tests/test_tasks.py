@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import IGNORE, Part
+from lowvram.core.structure import Blocks
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.tasks import Auto, Classification, Classifier, External, LanguageModel, LanguageModelling
 from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, knobs_of
@@ -76,7 +77,7 @@ def test_scores() -> None:
 def test_blocks_are_the_models_repeated_units() -> None:
     for name, count in (("transformer", 3), ("resnet", 3)):
         model = PROBLEMS[name].make_model()
-        assert len(PROBLEMS[name].blocks(model)) == count
+        assert len(PROBLEMS[name].structure(model).blocks) == count
 
 
 # A task of one's own
@@ -93,9 +94,9 @@ def test_a_loss_of_ones_own() -> None:
     assert task.scores(1.0, 0.5) == {}
     assert task.num_correct(torch.zeros(2, 2), TWO).item() == 0
     model = TRANSFORMER.make(TOKENS)
-    assert task.blocks(model) == PROBLEMS["transformer"].blocks(model)
-    assert task.head(model) is None  # nobody knows whether the criterion is a cross-entropy
-    assert task.has_plain_blocks(model)
+    assert task.structure(model).blocks == PROBLEMS["transformer"].structure(model).blocks
+    assert task.structure(model).head is None  # nobody knows whether the criterion is a cross-entropy
+    assert task.structure(model).get(Blocks()).has_plain_blocks
 
 
 def test_a_task_of_ones_own_may_say_more() -> None:
@@ -103,8 +104,8 @@ def test_a_task_of_ones_own_may_say_more() -> None:
     assert task.num_targets(TWO).item() == 14
     assert task.num_correct(torch.zeros(1, 2), Part(None, torch.tensor([[0.1, 2.0]]))).item() == 1
     assert task.scores(1.0, 0.5) == {"accuracy": 0.5}
-    assert task.blocks(model) == [next(model.children())]
-    assert not task.has_plain_blocks(model)
+    assert task.structure(model).blocks == [next(model.children())]
+    assert not task.structure(model).get(Blocks()).has_plain_blocks
 
 
 def test_the_number_of_targets_is_the_tasks() -> None:

@@ -174,6 +174,11 @@ class Everything(Regression):
         return None
 
 
+class BlocksElsewhere(Regression):
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [nn.Linear(2, 2)]
+
+
 class TwoHeads(nn.Module):
     """One class and two numbers of each sample."""
 

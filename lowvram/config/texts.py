@@ -41,3 +41,9 @@ def message(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; of one without any the name of its class."""
     return (message(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def brief(words: str) -> str:
+    """The line of an error's text that says what happened: TorchScript's come after a traceback."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return lines[-1 if "Traceback" in words else 0].rstrip(".") if lines else ""

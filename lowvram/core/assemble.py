@@ -14,15 +14,18 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts
 from lowvram.core.ledger import announce
 from lowvram.core.misfits import with_reasons
+from lowvram.core.probes.compilable import CompileObstacles
 from lowvram.core.ranks import num_ranks
 from lowvram.core.real_views import lend_gradients, real_views
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import add_hooks, refusing_thawed
-from lowvram.core.task_facts import absent_of
+from lowvram.core.structure import BLOCKS, Blocks, Structure, lacking
 from lowvram.core.trainable import check_something_trains, check_trainable
 from lowvram.core.values import materialise
 
@@ -49,10 +52,10 @@ def assemble(
     """
     rig = bare_rig(task, device)
     check_trainable(rig.model)
-    model, shared = rig.model, names_sharing(rig.model)
+    shared = names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
-    check_conflicts(task, model, knobs, absent_facts(device, num_ranks()) if absent is None else absent)
-    check_compilable(task, model, knobs)
+    check_conflicts(rig.structure, knobs, absent_facts(device, num_ranks()) if absent is None else absent)
+    check_compilable(rig.structure, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.BUILD:
@@ -69,12 +72,11 @@ def assemble(
     return replace(rig, run=refusing_thawed(with_reasons(rig.run, knobs), rig.model))
 
 
-def check_conflicts(task: Task, model: nn.Module, knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> None:
-    """Raises Incompatible for all conflicts between the knobs, and with the machine's or the task's absent facts; or
-    BadInput if the model can't be called on such data, or has no blocks of the class that the user names."""
-    task.blocks(model)
-    needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
-    if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
+def check_conflicts(known: Structure, knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> None:
+    """Raises Incompatible for all conflicts between the knobs, and with the absent facts of the machine and of the
+    model; or BadInput if the model can't be called on such data, or has no blocks of the class that the user names."""
+    known.get(Blocks())
+    if reasons := conflicts(knobs, absent, lacking(known, model_facts(knobs.values()))):
         raise Incompatible("; ".join(reasons))
 
 
@@ -121,16 +123,15 @@ def parted(shared: list[list[str]]) -> str:
     return f"{' and '.join(shared[0])} share memory without being one parameter: make them one, or copy the values"
 
 
-def check_compilable(task: Task, model: nn.Module, knobs: Mapping[str, Knob]) -> None:
+def check_compilable(known: Structure, knobs: Mapping[str, Knob]) -> None:
     """Raises Incompatible if the model's forward pass does what compiled graphs would get wrong, or would do otherwise
     when they are computed again."""
     compiling = [name for name, knob in knobs.items() if is_compiler(knob)]
     if not compiling:
         return
-    in_blocks = Fact.BLOCKS in knobs[compiling[0]].needs()
-    again = [name for name, knob in knobs.items() if knob.stage is Stage.CHECKPOINT and Fact.BLOCKS in knob.needs()]
-    blocks = task.blocks(model) if again or in_blocks else []
-    unrepeatable, uncompilable = task.deeds(model, blocks, blocks if in_blocks else [model])
+    in_blocks = BLOCKS in knobs[compiling[0]].needs()
+    again = [name for name, knob in knobs.items() if knob.stage is Stage.CHECKPOINT and BLOCKS in knob.needs()]
+    unrepeatable, uncompilable = known.get(CompileObstacles(bool(again), in_blocks))
     if again and unrepeatable is not None:
         raise Incompatible(
             f"{again[0]} in a compiled model needs blocks that change nothing in a forward pass and draw from torch's"
@@ -153,9 +154,7 @@ def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
 
 def block_names(task: Task, knobs: Mapping[str, Knob]) -> list[str]:
     """The names of the blocks in the model of `skeleton`, in the order of the forward pass."""
-    rig = apply_stage(Stage.BUILD, knobs, bare_rig(task, torch.device("meta")))
-    names = {module: name for name, module in rig.model.named_modules()}
-    return [names[block] for block in rig.task.blocks(rig.model)]
+    return [*apply_stage(Stage.BUILD, knobs, bare_rig(task, torch.device("meta"))).structure.get(Blocks()).blocks]
 
 
 def bare_rig(task: Task, device: torch.device) -> Rig:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import Incompatible
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.places import (
     LARGE_BYTES,

@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from lowvram.config.errors import BadInput
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 
 
 def choose_device(text: str) -> torch.device:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.peak import rounded
 
 

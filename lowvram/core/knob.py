@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, ClassVar
 
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -43,76 +46,12 @@ WRITES: dict[Stage, frozenset[str]] = {
 }
 
 
-class Fact(Enum):
-    """Something that a knob can rely on, and that the machine or another knob can take away."""
-
-    CUDA = "the device is an NVIDIA GPU"
-    CPU = "the device is the CPU"
-    TF32 = "the device multiplies in TF32"
-    BF16 = "the device computes in bf16"
-    FP8 = "the device multiplies in fp8"
-    C_COMPILER = "a C++ compiler (for a CUDA device: a C compiler) is installed"
-    KERNEL_COMPILER = "a C compiler is installed, where a CUDA device needs one for kernels of lowvram's own"
-    ONE_RANK = "the point has one rank"
-    MANY_RANKS = "the point has several ranks"
-    HEAD = "the task knows the model's last layer"
-    BLOCKS = "the task knows the model's repeated blocks"
-    MLPS = "the task knows the MLPs of the model's blocks"
-    SEPARATE_SAMPLES = "the blocks compute each sample from that sample alone"
-    FIXED_BLOCKS = "a block computes the same in every step"
-    EVERY_BLOCK = "every block computes in every step"
-    SKIPPABLE = "the inputs of several blocks can stand in for their outputs"
-    EXITS = "the head takes the output of an earlier block, too"
-    BRANCHES = "the task knows what blocks add to their inputs"
-    NORMS = "the model has layer norms or RMS norms"
-    INNER_LINEARS = "the model has linear layers besides the last"
-    INNER_PRODUCTS = "the model has linear layers besides the last, or convolutions of images"
-    PLAIN_BLOCKS = "blocks take only tensors, as positional arguments, and return one tensor"
-    GRADS_AT_UPDATE = "every gradient is alive when the update runs"
-    PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
-    RETAINABLE_GRAPH = "a graph can be walked backwards twice"
-    EAGER_AUTOGRAD = "autograd's hooks inside a block take effect"
-    EVERY_OPERATOR = "autograd sees every operator of the model"
-    COMPILED = "the model is compiled"
-    EAGER = "the model runs eagerly"
-    FEW_SHAPES = "batches have one shape, or one of a few"
-    HARD_TARGETS = "the loss compares with targets alone"
-    NO_RANDOMNESS = "the model draws no random numbers"
-    EXACT_ACTIVATIONS = "the backward pass reads what the forward pass has saved, to the last bit"
-    PLAIN_PRODUCTS = "layers multiply by their weights as they are"
-    OWN_FORMAT = "layers compute in the number format of their weights"
-    FP32_WEIGHTS = "weights that train are kept in fp32"
-    UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
-    WHOLE_PARAMS = "every parameter is whole on its rank"
-    STEADY_WEIGHTS = "a forward pass leaves the weights as they are"
-    STEADY_BLOCKS = "a block's forward pass leaves its weights as they are"
-    TRAINED_BLOCKS = "the weights of the model's blocks train"
-    SAME_PARAMS = "the same parameters train in every step"
-    SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
-    SEPARATE_MEMORY = "no two weights share memory"
-    SHARDABLE = "each weight can be sharded, and is read through its module alone"
-    REAL_WEIGHTS = "no weight is complex"
-    FULL_LOGITS = "the logits of a part exist whole"
-
-
 class Exactness(Enum):
     """What a knob does to the numbers of a step."""
 
     EXACT = "the same numbers"
     ROUNDING = "the same numbers up to rounding"
     LOSSY = "other numbers"
-
-
-class Kind(Enum):
-    """What a piece of memory holds."""
-
-    PARAMETERS = "parameters"  # with the model's buffers
-    GRADIENTS = "gradients"  # of parameters
-    OPTIMIZER = "optimizer"  # its state
-    ACTIVATIONS = "activations"  # made by a forward or a backward pass: kept for the backward pass, or temporary
-    INPUTS = "inputs"  # the part of the logical batch that is computed; on a CPU the whole batch
-    HOST = "host"  # in host memory: where knobs have moved it and, with a card, the logical batch
-    OTHER = "other"  # temporaries of the update, and in a plan those inside kernels
 
 
 class Knob(ABC):
@@ -137,11 +76,11 @@ class Knob(ABC):
     # the knob needs, and what the user can do, as in `conflicts`.
     misfits: ClassVar[Mapping[str, str]] = {}
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         """The facts without which this knob can't work."""
         return frozenset()
 
-    def breaks(self) -> frozenset[Fact]:
+    def breaks(self) -> frozenset[Fact | ModelFact]:
         """The facts that this knob takes away from the others."""
         return frozenset()
 
@@ -189,22 +128,30 @@ class Knob(ABC):
         """The next rig. May write only the fields of its stage (`WRITES`)."""
 
 
-def conflicts(knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> list[str]:
+def conflicts(
+    knobs: Mapping[str, Knob], absent: Mapping[Fact, str], lacking: Mapping[ModelFact, str] | None = None
+) -> list[str]:
     """Every reason why `knobs` can't work together, one sentence each.
 
     Args:
         knobs: the choices by the name that the user knows, such as "precision=bf16".
         absent: facts that the machine lacks, each with what the user can do about it.
+        lacking: those that the model lacks; None: which these are isn't known.
     """
-    reasons = []
+    remedies, reasons = {**absent, **(lacking or {})}, []
     for name, knob in knobs.items():
         for fact in _in_order(knob.needs()):
-            if fact in absent:
-                reasons.append(f"{name} needs that {fact.value}: {absent[fact]}")
+            if fact in remedies:
+                reasons.append(f"{name} needs that {fact.value}: {remedies[fact]}")
             for other, breaker in knobs.items():
                 if fact in breaker.breaks():
                     reasons.append(f"{name} needs that {fact.value}, and {other} ends that")
     return reasons
+
+
+def model_facts(knobs: Iterable[Knob]) -> frozenset[ModelFact]:
+    """The facts about the model that knobs need."""
+    return frozenset(fact for knob in knobs for fact in knob.needs() if isinstance(fact, ModelFact))
 
 
 def is_compiled(knobs: Iterable[Knob]) -> bool:
@@ -212,5 +159,9 @@ def is_compiled(knobs: Iterable[Knob]) -> bool:
     return not any(Fact.COMPILED in knob.breaks() for knob in knobs)
 
 
-def _in_order(facts: frozenset[Fact]) -> Sequence[Fact]:
-    return [fact for fact in Fact if fact in facts] if facts else []
+def _in_order(facts: frozenset[Fact | ModelFact]) -> list[Fact | ModelFact]:
+    """Those about the machine and the other knobs first."""
+    if not facts:  # of most knobs; a search asks for thousands of combinations
+        return []
+    others = sorted((fact for fact in facts if not isinstance(fact, Fact)), key=lambda fact: fact.value)
+    return [*(fact for fact in Fact if fact in facts), *others]

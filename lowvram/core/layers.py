@@ -46,7 +46,7 @@ def require_replaceable(
     would drop what the layer does.
 
     Args:
-        uncalled: `Task.uncalled`.
+        uncalled: the answer of `Uncalled`.
         mend: what the user can do.
     """
     names = {module: name for name, module in model.named_modules() if module in layers}
@@ -68,7 +68,7 @@ def inner_linears(model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]
     PyTorch's, whose forward pass may be another one.
 
     Args:
-        last: the weights of the last layers (`Task.last_weights`).
+        last: the weights of the last layers (`Structure.last_weights`).
     """
     linears = (module for module in model.modules() if type(module) is nn.Linear and owns_weight(module))
     return [linear for linear in linears if all(linear.weight is not weight for weight in last)]

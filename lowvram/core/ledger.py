@@ -25,7 +25,7 @@ from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_storage import on_storage_resize
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.peak import Peak
 
 FUNCTION = sys.modules[torch.autograd.Function.__module__].__file__

@@ -18,7 +18,7 @@ from lowvram.compat.torch_autograd import will_run
 from lowvram.core import host
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.host_weights import HostGradient, on_device
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.shards import local
 
 NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lowvram.config.errors import Incompatible
+from lowvram.config.texts import brief
 from lowvram.core.troubles import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -76,9 +77,3 @@ def is_of_torch(error: BaseException) -> bool:
     if trace is None or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         return True
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
-
-
-def brief(words: str) -> str:
-    """The line of an error's text that says what happened: TorchScript's come after a traceback."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return lines[-1 if "Traceback" in words else 0].rstrip(".") if lines else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 
 ROUND_BYTES = 512  # the CUDA caching allocator's
 Change = tuple[int, int]  # serial number of a storage, and its bytes from now on: 0 at its death

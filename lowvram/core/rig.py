@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.errors import Incompatible
 from lowvram.core.rounding import Rounding
 from lowvram.core.stepper import Stepper
+from lowvram.core.structure import Structure
 from lowvram.core.values import Fill
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch's words
@@ -67,33 +67,6 @@ class Part:
         return [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class Method(NamedTuple):
-    """A method of a module, such as its forward pass; replaced by an attribute of the module."""
-
-    owner: nn.Module
-    name: str
-
-
-class Tail(NamedTuple):
-    """What a model computes after its last block."""
-
-    blocks: list[nn.Module]  # whose outputs it takes, in the order of the forward pass, the last block included
-    call: Callable[[Tensor], Tensor]  # such an output to logits
-
-
-def token_dim(states: Tensor) -> int:
-    """The dimension along which tokens are cut: of hidden states (samples, tokens, ..., width) the second one, of
-    (tokens, width) the first."""
-    return 1 if states.dim() > 2 else 0
-
-
-def is_per_sample(value: Any, num_samples: int) -> bool:
-    """Whether an argument of a block has a row for each of `num_samples` samples. Others, such as a mask of causal
-    attention or the angles of positions, are the same for all samples: their first size is 1, or they have one
-    dimension."""
-    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_samples
-
-
 class Task(ABC):
     """A problem: the model to be trained, and its criterion."""
 
@@ -123,101 +96,8 @@ class Task(ABC):
         del num_parts
 
     @abstractmethod
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated units of the model, in the order of the forward pass; empty if they aren't known."""
-
-    def head(self, model: nn.Module) -> nn.Linear | None:
-        """The layer that makes the logits, if the criterion is their cross-entropy summed over the targets; None if
-        there is no such layer, or it isn't known."""
-        del model
-        return None
-
-    def last_weights(self, model: nn.Module) -> set[Tensor]:
-        """The weights of the layers that make the outputs, whatever the criterion; empty if they aren't known."""
-        head = self.head(model)
-        return set() if head is None else {head.weight}
-
-    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
-        """The MLPs of the blocks: what maps tensors (samples, tokens, ..., width) to one such tensor, each token by
-        itself. Empty if they aren't known.
-
-        Args:
-            names: of the modules or methods, as the blocks call them; None: the usual ones.
-        """
-        del model, names
-        return []
-
-    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        """The blocks that compute each sample from that sample alone, told apart from what all samples share by
-        `is_per_sample`, and how many values each returns: 0 for a tensor (samples, ...); else the length of a tuple
-        that begins with such a tensor and else holds None. Empty if they aren't known."""
-        del model
-        return {}
-
-    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        """The blocks that return a tensor (samples, ...) of the shape and dtype of the first one that they are given,
-        and how many values each returns, as `separate_blocks` counts them. Empty if they aren't known."""
-        del model
-        return {}
-
-    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
-        del model
-        return []
-
-    def tail(self, model: nn.Module) -> Tail | None:
-        """What the model computes after its last block; None if it isn't known."""
-        del model
-        return None
-
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        """Whether blocks take only tensors, as positional arguments, and return one tensor."""
-        del model
-        return True
-
-    def has_few_shapes(self) -> bool:
-        """Whether batches have one shape, or one of a few, apart from the number of samples."""
-        return True
-
-    def drawn_by(self, model: nn.Module) -> str | None:
-        """What draws random numbers while the model trains, and what the user can do about it; None if nothing does."""
-        drops = (name for name, module in model.named_modules() if isinstance(module, Dropout) and module.p > 0)
-        return next((f"{name} does" for name in drops), None)
-
-    def uncalled(self, model: nn.Module) -> frozenset[str]:
-        """The names of layers with whose weights a forward pass computes without calling them, as far as it is
-        known."""
-        del model
-        return frozenset()
-
-    def stray(self, model: nn.Module) -> str | None:
-        """How a forward pass reads a weight otherwise than through the weight's own module, while that and its block
-        compute, as a clause for messages; None if it reads none so, or that isn't known."""
-        del model
-        return None
-
-    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
-        """The names of a weight that a forward pass writes into, and of one that it writes into while a block computes;
-        None if there is none, or that isn't known."""
-        del model
-        return None, None
-
-    def deeds(
-        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
-    ) -> tuple[str | None, str | None]:
-        """What one of `blocks` does in a forward pass that a compiled graph can't repeat, and what one of the compiled
-        modules does that its graph would get wrong; None for what isn't done, or not known."""
-        del model, blocks, compiled
-        return None, None
-
-    def blocks_trouble(self, model: nn.Module) -> str | None:
-        """Why no blocks were found; None if that isn't known."""
-        del model
-        return None
-
-    def has_soft_targets(self) -> bool:
-        """Whether the criterion compares with `Part.soft`, too."""
-        return False
+    def structure(self, model: nn.Module) -> Structure:
+        """What is known of a model of this task, whatever knobs have put into it."""
 
     def with_teacher(self, rig: Rig) -> Rig:
         """The rig with a teacher, if the task has one; called once the weights have memory. May write `teacher`,
@@ -276,12 +156,6 @@ def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
     return loss / total.to(loss.dtype)
 
 
-def named_tensors(model: nn.Module, names: Iterable[str]) -> set[Tensor]:
-    """Those of the model's parameters that have these names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {parameters[name] for name in names if name in parameters}
-
-
 Run = Callable[["Rig", list[Part], Tensor], Tensor]  # as `one_after_another`
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 RigChange = Callable[["Rig", int], "Rig"]  # rig, seed -> the changed rig
@@ -323,6 +197,11 @@ class Rig:
     def then_over_time(self, change: RigChange) -> Rig:
         """The rig whose `over_time` makes one more change, after those that it already makes."""
         return replace(self, over_time=lambda rig, seed: change(self.over_time(rig, seed), seed))
+
+    @property
+    def structure(self) -> Structure:
+        """What is known of the model."""
+        return self.task.structure(self.model)
 
     @property
     def trainable(self) -> list[nn.Parameter]:

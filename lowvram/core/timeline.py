@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.peak import Peak, states
 from lowvram.core.phases import BETWEEN
 

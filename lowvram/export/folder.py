@@ -62,7 +62,7 @@ def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format |
     chosen = format_of(name, group)
     if chosen is not None:
         model = bare_model(problem)
-        chosen.check(model, problem.last_weights(model))
+        chosen.check(model, problem.structure(model).last_weights)
         outputs = fake_outputs(problem, model)
         if outputs is not None:
             chosen.check_outputs(outputs)

@@ -64,7 +64,7 @@ def traced(module: nn.Module, problem: Problem, name: str, strict: bool = False)
         MemoryError, torch.OutOfMemoryError: there is no room for it.
     """
     inputs, _ = problem.spec.example(2)
-    free = {0: Dim.DYNAMIC} if problem.has_few_shapes() else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    free = {0: Dim.DYNAMIC} if problem.spec.has_few_shapes else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     dims = tree_map(lambda tensor: {dim: free[dim] for dim in free if dim < tensor.dim()}, inputs)
     try:
         with quiet(), torch.no_grad():

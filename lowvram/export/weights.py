@@ -68,7 +68,7 @@ class FewBits(Format):
     def write(self, trained: Trained, folder: Path) -> None:
         model = deepcopy(trained.model)
         with quiet(), hidden(model):
-            self.quantize(self.layers(model, trained.problem.last_weights(model)), model)
+            self.quantize(self.layers(model, trained.problem.structure(model).last_weights), model)
             tensors, about = flattened(distinct(model))
         packed = {name: self.pack(each) if name.endswith(CODES) else each for name, each in tensors.items()}
         save_file(packed, folder / WEIGHTS, {"format": "pt", **about})

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Part, Rig
 
 

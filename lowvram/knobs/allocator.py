@@ -10,7 +10,8 @@ from itertools import count
 import torch
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h

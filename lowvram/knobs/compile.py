@@ -26,11 +26,15 @@ from lowvram.compat.torch_ops import CopyOps
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.changes import Change, OfEntry
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.fingerprints import fingerprint
 from lowvram.core.generators import OfTorch, global_sources, restore
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.probes.stated import HAS_FEW_SHAPES
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.repeat import First, Repeatable
 from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS, Blocks, Structure, unless
 
 # Graphs of the same code: kinds of blocks x train and eval x shapes. torch's default of 8 is too low for a ResNet-50.
 RECOMPILE_LIMIT = 64
@@ -55,6 +59,24 @@ class Eager(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         return rig
+
+
+def has_plain_blocks(known: Structure) -> bool:
+    found = known.get(Blocks())
+    return found.has_plain_blocks or not found.blocks
+
+
+PLAIN_BLOCKS = ModelFact(
+    "blocks take only tensors, as positional arguments, and return one tensor",
+    unless(has_plain_blocks, "this model calls its blocks otherwise: choose compile=blocks or compile=none"),
+)
+FEW_SHAPES = ModelFact(
+    "batches have one shape, or one of a few",
+    unless(
+        lambda known: known.get(HAS_FEW_SHAPES),
+        "here nearly every batch has its own shape: choose compile=blocks with compile.dynamic=true",
+    ),
+)
 
 
 class Mode(Enum):
@@ -92,9 +114,9 @@ class Compiled(Knob):
         written = self.backend is Backend.inductor or self.mode is Mode.default
         require(written, "compile.mode", self.mode.name, "default with compile.backend=aot_eager, which writes no code")
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         of_backend = {Fact.C_COMPILER} if self.backend is Backend.inductor else set[Fact]()
-        return frozenset(of_backend if self.dynamic is not False else {*of_backend, Fact.FEW_SHAPES})
+        return frozenset(of_backend if self.dynamic is not False else {*of_backend, FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
@@ -120,11 +142,11 @@ class Compiled(Knob):
 class CompiledBlocks(Compiled):
     """Each block is compiled separately; blocks of the same kind share their code."""
 
-    def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.BLOCKS}
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | {BLOCKS}
 
     def modules(self, rig: Rig) -> list[nn.Module]:
-        return rig.task.blocks(rig.model)
+        return rig.structure.blocks
 
 
 @final
@@ -132,7 +154,7 @@ class CompiledBlocks(Compiled):
 class CompiledModel(Compiled):
     """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return super().needs() | {Fact.SAME_PARAMS, Fact.EVERY_BLOCK}  # else it would be compiled for each choice
 
     def modules(self, rig: Rig) -> list[nn.Module]:
@@ -153,18 +175,18 @@ class TorchScript(Knob):
         " or compile=none",
     }
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         # A trace keeps the parameters, control flow and shapes of the run that was recorded; torch.jit (2.13) fails in
         # torchao's rounding of weights.
-        blocks = {Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FIXED_BLOCKS, Fact.STEADY_BLOCKS}
-        return frozenset({*blocks, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES, Fact.PLAIN_PRODUCTS})
+        blocks = {BLOCKS, PLAIN_BLOCKS, Fact.FIXED_BLOCKS, STEADY_BLOCKS}
+        return frozenset({*blocks, Fact.WHOLE_PARAMS, FEW_SHAPES, Fact.PLAIN_PRODUCTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD, Fact.EAGER})
 
     def apply(self, rig: Rig) -> Rig:
         print("note: PyTorch has deprecated TorchScript and doesn't fix it any more: prefer compile=blocks")
-        for block in rig.task.blocks(rig.model):
+        for block in rig.structure.blocks:
             block.forward = Traced(block)
         return rig
 

@@ -27,15 +27,33 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import become
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import convolutions, inner_linears, require_replaceable
+from lowvram.core.probes.uncalled import Uncalled
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
+from lowvram.core.structure import Structure, unless
 
 GROUP = 32  # weights of a row that share a scale in 4 bits
 LARGEST = 127  # code of a weight in 8 bits; the smallest is -127
 LARGEST_OF_4 = 7  # as `LARGEST`, of a weight in 4 bits
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # of rounded weights
+
+
+def has_inner_linears(known: Structure) -> bool:
+    return bool(inner_linears(known.model, known.last_weights))
+
+
+INNER_LINEARS = ModelFact(
+    "the model has linear layers besides the last",
+    unless(has_inner_linears, "this model has none: leave qat=none (qat=int8 takes convolutions too)"),
+)
+INNER_PRODUCTS = ModelFact(
+    "the model has linear layers besides the last, or convolutions of images",
+    unless(lambda known: has_inner_linears(known) or convolutions(known.model), "this model has none: leave qat=none"),
+)
 
 
 class Layers(Enum):
@@ -84,18 +102,16 @@ class Int8(FakeQuantized):
 
     band = 2e-1
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset(
-            {Fact.STEADY_WEIGHTS, Fact.INNER_LINEARS if self.layers is Layers.linear else Fact.INNER_PRODUCTS}
-        )
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({STEADY_WEIGHTS, INNER_LINEARS if self.layers is Layers.linear else INNER_PRODUCTS})
 
     def apply(self, rig: Rig) -> Rig:
-        inner = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
+        inner = inner_linears(rig.model, known_last_weights(rig.structure, self.name))
         linears = [layer for layer in inner if layer.in_features > 1]  # a row of one number needs no scale
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
         found = convolutions(rig.model) if has_convolutions else []
         require(bool(linears or found), "qat", "int8", "another option: no inner layer has more than one input")
-        require_replaceable(rig.model, [*linears, *found], rig.task.uncalled(rig.model), self.name, "choose qat=none")
+        require_replaceable(rig.model, [*linears, *found], rig.structure.get(Uncalled()), self.name, "choose qat=none")
         for linear in linears:
             become(linear, FakeQuantizedLinear(linear, LARGEST))
         for convolution in found:
@@ -117,15 +133,15 @@ class Int4(FakeQuantized):
     def __post_init__(self) -> None:
         require(self.group >= 2 and self.group % 2 == 0, "qat.group", self.group, "an even number of 2 or more")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.STEADY_WEIGHTS, Fact.INNER_LINEARS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({STEADY_WEIGHTS, INNER_LINEARS})
 
     def apply(self, rig: Rig) -> Rig:
-        linears = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
+        linears = inner_linears(rig.model, known_last_weights(rig.structure, self.name))
         divided = [layer for layer in linears if divides(self.group, layer)]
         allowed = "another option: the rows of no linear layer but the last can be divided into groups (qat.group)"
         require(bool(divided), "qat", "int4", allowed)
-        require_replaceable(rig.model, divided, rig.task.uncalled(rig.model), self.name, "choose qat=none")
+        require_replaceable(rig.model, divided, rig.structure.get(Uncalled()), self.name, "choose qat=none")
         for layer in divided:
             become(layer, FakeQuantizedLinear(layer, LARGEST_OF_4, self.group))
         return rig

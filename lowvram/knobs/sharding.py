@@ -28,8 +28,12 @@ from lowvram.compat.torch_fake import is_fake, without_fake_mode
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import Incompatible, require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rank_buffers import RankBuffers
 from lowvram.core.ranks import num_ranks, rank, summed
@@ -59,7 +63,7 @@ class Unsharded(Sharding):
 
     searched = False
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({Fact.ONE_RANK})
 
     def apply(self, rig: Rig) -> Rig:
@@ -71,7 +75,7 @@ class DataParallel(Sharding):
 
     band = 2e-6
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({Fact.MANY_RANKS})
 
     def caveat(self, model: nn.Module) -> str | None:
@@ -88,7 +92,7 @@ class DDP(DataParallel):
     buckets, or keep their memory from step to step.
     """
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return super().needs() | {Fact.GRADS_AT_UPDATE}
 
     def apply(self, rig: Rig) -> Rig:
@@ -105,8 +109,8 @@ class FSDP(DataParallel):
 
     saves = Kind.PARAMETERS
 
-    def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE, Fact.STEADY_WEIGHTS}
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | {SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
@@ -117,7 +121,7 @@ class FSDP(DataParallel):
         mesh = mesh_of_ranks(rig.device)
         accept_views()
         make_contiguous(rig.model)
-        for block in rig.task.blocks(rig.model):
+        for block in rig.structure.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         model = fully_shard(rig.model, mesh=mesh)  # weights outside blocks; they stay gathered until the backward pass
         modules, lockstep = fsdp_modules(rig.model), in_lockstep(rig.model)

@@ -38,7 +38,7 @@ def merged(*fragments: Fields) -> Fields:
 def common(session: Session) -> Fields:
     """The fields that all modes have: the model, changed semantics, the loss scale, and the noise scale."""
     about = about_model(session.problem, session.rig.model, session.knobs.values())
-    masked = session.settings.groups["sparsity"].layers_with_masks(session.problem, session.rig.model)
+    masked = session.settings.groups["sparsity"].layers_with_masks(session.rig.structure)
     return {
         **merged(
             about,
@@ -64,7 +64,7 @@ def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
         "model": {
             "parameters": sum(size for size, _ in sizes) + num_packed(model),
             "trainable": sum(size for size, trains in sizes if trains),
-            "blocks": described_blocks(task.blocks(model)),
+            "blocks": described_blocks(task.structure(model).blocks),
         },
         "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,
     }

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.settings import TrainSettings
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.shards import square_sum

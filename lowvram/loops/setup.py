@@ -11,7 +11,8 @@ import torch
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings
-from lowvram.core.knob import Fact, conflicts
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import conflicts
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
 from lowvram.loops.noise_scale import noise_of
@@ -27,7 +28,7 @@ class Sharding(Protocol):
     @property
     def timeout_s(self) -> float: ...
 
-    def needs(self) -> frozenset[Fact]: ...
+    def needs(self) -> frozenset[Fact | ModelFact]: ...
 
 
 def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> int:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
-from lowvram.core.rig import Tail
+from lowvram.core.probes.blocks import FoundBlocks
+from lowvram.core.probes.stated import BRANCHES, TAIL, Tail
 from lowvram.core.seeds import generator_for
+from lowvram.core.structure import Blocks, Stating
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
@@ -23,20 +25,21 @@ from lowvram.models.widths import InnerWidth, Pruned
 from lowvram.models.wrappers import plain_names, taken_off, tell
 
 BLOCKS = "blocks"  # the list of blocks in each of lowvram's models
+LAST = ("head.weight",)
 
 
 class OwnModule(nn.Module, ABC):
     """A model that names its repeated blocks and its head, and fills each of its tensors."""
 
+    blocks: nn.ModuleList  # the repeated units, in the order in which the forward pass first meets them
     head: nn.Linear  # makes the logits
 
-    @abstractmethod
-    def repeated_blocks(self) -> list[nn.Module]:
-        """The repeated units, in the order of the forward pass."""
+    def found_blocks(self) -> FoundBlocks:
+        return FoundBlocks(tuple(f"{BLOCKS}.{number}" for number in range(len(self.blocks))), "head", True, LAST)
 
-    def branches(self) -> list[list[nn.Module]]:
+    def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
-        return []
+        return ()
 
     def tail(self) -> Tail | None:
         """What the model computes after its last block; None if it isn't known."""
@@ -105,10 +108,10 @@ class OwnModel(Remade):
         return []
 
     def deeper(self, trained: Trained, factor: int, how: GrowthKind) -> Grown:
-        config, runs, model = self.grown(factor, how), self.runs_of_blocks(), trained.model
+        config, runs, model = self.grown(factor, how), self.runs_of_blocks(), own(trained.model)
         allowed = "the folder of a model with a block that keeps the image's shape, to be copied: it has none"
         require(any(runs), "grow.run", self.init, allowed)
-        num_blocks = len(self.blocks_of(model, trained.spec))
+        num_blocks = len(model.blocks)
         lists = {BLOCKS: sources(runs, num_blocks, factor, how)}
         last_layers = {f"{BLOCKS}.{number}": self.last_layers for number in range(num_blocks)}
         return Grown(config, copied_tensors(model.state_dict(), lists, last_layers), [])
@@ -169,27 +172,13 @@ class OwnModel(Remade):
     def call(self, model: nn.Module, inputs: Any) -> Tensor:
         return model(inputs)
 
-    def blocks_of(self, model: Any, spec: DataSpec) -> list[nn.Module]:
-        return model.repeated_blocks()
-
-    def head_of(self, model: Any, spec: DataSpec) -> nn.Linear | None:
-        return model.head
-
-    def last_of(self, model: Any, spec: DataSpec) -> list[str]:
-        return [name for name, weight in model.named_parameters() if weight is model.head.weight]
-
-    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
-        return True
-
-    def branches_of(self, model: Any) -> list[list[nn.Module]]:
-        return model.branches()
-
-    def tail_of(self, model: Any) -> Tail | None:
-        return model.tail()
-
-    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None:
-        del model, spec
-        return None
+    def stated(self) -> Stating:
+        """What is known of the model without a trial."""
+        return {
+            Blocks(): lambda known: own(known.model).found_blocks(),
+            BRANCHES: lambda known: own(known.model).branches(),
+            TAIL: lambda known: own(known.model).tail(),
+        }
 
     @property
     def base(self) -> str | None:
@@ -209,6 +198,11 @@ class OwnModel(Remade):
         if renamed := plain_names(layout.names_at(self.init, self.weight_files()), model.state_dict()):
             tell(f"model.init={self.init}: {taken_off(renamed)}")
         return SavedValues(self.init)
+
+
+def own(model: nn.Module) -> OwnModule:
+    assert isinstance(model, OwnModule)
+    return model
 
 
 @final

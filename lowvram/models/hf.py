@@ -17,6 +17,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
 from lowvram.config.texts import first_line
 from lowvram.core.free_memory import free_host_bytes
+from lowvram.core.probes.blocks import find_blocks
 from lowvram.data.image_rules import ImageRules
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_depths, hf_layout
@@ -327,7 +328,8 @@ class HfConfig(ForeignModel, Remade):
         Args:
             what: what is done to them.
         """
-        head, blocks = self.chosen_head().name, self.find_blocks(trained.model, trained.spec).blocks
+        head = self.chosen_head().name
+        blocks = find_blocks(trained.model, self.call, trained.inputs(), self.blocks).blocks
         require(self.has_trained_head(), "model.head", head, f"the one that the model was trained with, to be {what}")
         require(bool(blocks), "model.blocks", self.blocks, f"the class of the blocks that are {what}: none were found")
         return blocks

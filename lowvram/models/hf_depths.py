@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.settings import GrowthKind
-from lowvram.models.block_finder import is_composed
-from lowvram.models.fake_pass import fake_pass
+from lowvram.core.probes.blocks import is_composed
+from lowvram.core.probes.fake_pass import fake_pass
 from lowvram.models.growth import TENSORS, Copied, Source, copied_tensors, sources, values_of
 from lowvram.models.hf_widths import Shapes, Sizes
 from lowvram.models.proof import Call, computed, fp64_copy, in_fp64, without_weights

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowthKind
-from lowvram.core.rig import Tail
+from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.models.widths import InnerWidth, num_kept, one_each, usual_width
@@ -197,17 +197,13 @@ class ResNet(OwnModule):
         """To logits (n, k)."""
         return self.head(self.dropout(x_nchw.mean((2, 3))))
 
-    def repeated_blocks(self) -> list[nn.Module]:
-        """The repeated units, in the order of the forward pass."""
-        return list(self.blocks)
-
     def tail(self) -> Tail | None:
         """Of the blocks of the last stage, which are as wide as the head."""
-        return Tail(list(self.blocks)[-self.num_blocks_of_last_stage :], self.after_blocks)
+        return Tail(self.found_blocks().blocks[-self.num_blocks_of_last_stage :], "after_blocks")
 
-    def branches(self) -> list[list[nn.Module]]:
+    def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block the last of the convolutions beside the shortcut."""
-        return [[block.get_submodule("last")] for block in self.blocks]
+        return tuple((f"{block}.last",) for block in self.found_blocks().blocks)
 
     @torch.no_grad()
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""The base of the configurations of third-party models: their code builds them, block_finder.py finds their blocks."""
+"""The base of the configurations of third-party models: their code builds them, and trials find their blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.core.generators import same_draws_afterwards, seed_all
-from lowvram.core.layers import is_plain_linear
 from lowvram.core.model_copies import copied
-from lowvram.core.rig import Tail
+from lowvram.core.outputs import all_outputs, logits_of
+from lowvram.core.probes.blocks import FoundBlocks, find_blocks, outermost, repeated_classes
+from lowvram.core.structure import Blocks, Stating, Structure
 from lowvram.data.spec import DataSpec
-from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
-from lowvram.models.outputs import all_outputs, logits_of
 
-FOUND_BLOCKS: dict[str, FoundBlocks] = {}  # by the descriptions of model and data
 Fill = Callable[[str, Tensor], None]
 
 
@@ -63,45 +61,17 @@ class ForeignModel(ABC):
         """The model's logits. A dictionary of inputs is passed as keyword arguments."""
         return logits_of(all_outputs(model, inputs))
 
-    def find_blocks(self, model: nn.Module, spec: DataSpec) -> FoundBlocks:
-        """Find the model's blocks; done once for each model and kind of data."""
-        key = repr((self.description, spec, self.blocks))
-        if key not in FOUND_BLOCKS:
-            if self.blocks is not None and not outermost(model, self.blocks):
-                repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(model).items())
-                allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
-                raise BadInput("model.blocks", self.blocks, allowed)
-            with without_dispatch_modes():  # a plan doesn't count these inputs
-                inputs, _ = spec.example(2)
-            FOUND_BLOCKS[key] = find_blocks(model, self.call, inputs, self.blocks)
-        return FOUND_BLOCKS[key]
+    def find_blocks(self, known: Structure) -> FoundBlocks:
+        """The model's blocks. Raises BadInput if it has none of the class that the user names."""
+        if self.blocks is not None and not outermost(known.model, self.blocks):
+            repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(known.model).items())
+            allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
+            raise BadInput("model.blocks", self.blocks, allowed)
+        return find_blocks(known.model, known.call, known.example(2), self.blocks)
 
-    def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]:
-        return [model.get_submodule(name) for name in self.find_blocks(model, spec).blocks]
-
-    def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None:
-        name = self.find_blocks(model, spec).head
-        module = None if name is None else model.get_submodule(name)
-        return module if isinstance(module, nn.Linear) and is_plain_linear(module) else None
-
-    def last_of(self, model: nn.Module, spec: DataSpec) -> list[str]:
-        return [*self.find_blocks(model, spec).last]
-
-    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
-        return self.find_blocks(model, spec).has_plain_blocks
-
-    def branches_of(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Not known: where a block adds is code."""
-        del model
-        return []
-
-    def tail_of(self, model: nn.Module) -> Tail | None:
-        """Not known: what follows the blocks is code."""
-        del model
-        return None
-
-    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None:
-        return self.find_blocks(model, spec).trouble
+    def stated(self) -> Stating:
+        """What is known of the model without a trial: the class of its blocks, if the user names it."""
+        return {Blocks(): self.find_blocks}
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
         """A fill that builds the model once and drops each of its tensors after use, so that little more than one model

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowthKind
-from lowvram.core.rig import Tail
+from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
@@ -253,17 +253,13 @@ class Transformer(OwnModule):
         """To logits (b, t, v)."""
         return self.head(self.narrow(self.norm(x_btd)))
 
-    def repeated_blocks(self) -> list[nn.Module]:
-        """The repeated units, each once, in the order in which the forward pass first meets them."""
-        return list(self.blocks)
-
     def tail(self) -> Tail | None:
         """Of all blocks, unless layers share them: then a block has several outputs."""
-        return Tail(list(self.blocks), self.after_blocks) if len(self.blocks) == self.num_layers else None
+        return Tail(self.found_blocks().blocks, "after_blocks") if len(self.blocks) == self.num_layers else None
 
-    def branches(self) -> list[list[nn.Module]]:
+    def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block its attention and its MLP."""
-        return [[block.get_submodule(name) for name in ("attention", "mlp")] for block in self.blocks]
+        return tuple((f"{block}.attention", f"{block}.mlp") for block in self.found_blocks().blocks)
 
     @torch.no_grad()
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.results.row import size_text
 
 _SENTENCE = {  # in the order in which kinds of equal or unknown size are considered

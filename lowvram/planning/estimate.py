@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from lowvram.core.device import Card
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.memory.overheads import (
     RECURRENT,

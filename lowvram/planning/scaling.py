@@ -21,8 +21,10 @@ import torch
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import bare_model
 from lowvram.core.device import Card
-from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.task_facts import TASK_FACTS, absent_of
+from lowvram.core.fact import ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage, conflicts, model_facts
+from lowvram.core.structure import Blocks, lacking
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target
@@ -69,7 +71,7 @@ class TraceScaler:
     def __init__(self, problem: Problem, target: Target, cache: TraceCache | None = None) -> None:
         self.problem, self.target, self.cache = problem, target, cache
         self.known: dict[Structure, KnownTraces] = defaultdict(KnownTraces)
-        self.lacking: dict[frozenset[Fact], dict[Fact, str]] = {}  # by the facts asked for
+        self.lacked: dict[frozenset[ModelFact], dict[ModelFact, str]] = {}  # by the facts asked for
 
     def trace(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> ScaledTrace:
         """The trace of a point whose logical batch is split into `parts` parts on each rank.
@@ -103,21 +105,21 @@ class TraceScaler:
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
-        reasons = conflicts(knobs, self.target.absent())
-        needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values())) & TASK_FACTS
+        absent, needed = self.target.absent(), model_facts(knobs.values())
+        reasons = conflicts(knobs, absent)
         if not reasons and needed:
-            reasons = conflicts(knobs, self.absent(needed))
+            reasons = conflicts(knobs, absent, self.lacking(needed))
         if reasons:
             raise Incompatible("; ".join(reasons))
 
-    def absent(self, asked: frozenset[Fact]) -> dict[Fact, str]:
-        """The facts that the target or the problem lacks; of `TASK_FACTS` only these."""
-        if asked not in self.lacking:
+    def lacking(self, asked: frozenset[ModelFact]) -> dict[ModelFact, str]:
+        """Those of the facts that the model lacks."""
+        if asked not in self.lacked:
             with fake_tensors(self.target):
-                model = bare_model(self.problem)
-                self.problem.blocks(model)  # raises BadInput if there are none of the class that the user names
-                self.lacking[asked] = absent_of(self.problem, model, asked)
-        return {**self.target.absent(), **self.lacking[asked]}
+                known = self.problem.structure(bare_model(self.problem))
+                known.get(Blocks())  # raises BadInput if there are none of the class that the user names
+                self.lacked[asked] = lacking(known, asked)
+        return self.lacked[asked]
 
     def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
         """A line between two traces that covers `samples` samples of a part; or why there is none."""

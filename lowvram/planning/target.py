@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from lowvram.core.device import Card, absent_from
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 
 
 @final

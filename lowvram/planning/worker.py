@@ -14,9 +14,9 @@ from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
+from lowvram.core.fact import ModelFact
 from lowvram.core.free_memory import free_host_bytes
-from lowvram.core.knob import Fact, Knob, Stage, is_compiled
-from lowvram.core.task_facts import BY_TRIAL
+from lowvram.core.knob import Knob, Stage, is_compiled, model_facts
 from lowvram.data.source import Data
 from lowvram.loops.distillation.teach import Teach
 from lowvram.loops.fields import about_model
@@ -120,7 +120,7 @@ class Planner:
         plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
         plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
-        advice = advice_for(plan["by_kind"], settings, choices, target, scaler.absent)
+        advice = advice_for(plan["by_kind"], settings, choices, target, scaler.lacking)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
         fit = fit_of(plan, settings, plan_device)
@@ -188,18 +188,18 @@ def advice_for(
     settings: Settings,
     choices: Mapping[str, str],
     target: Target,
-    lacking: Callable[[frozenset[Fact]], Mapping[Fact, str]],
+    lacking: Callable[[frozenset[ModelFact]], Mapping[ModelFact, str]],
 ) -> str:
     """What to try if the point runs out of memory on `target`.
 
     Args:
-        lacking: of the facts that it gets, those that the problem or the target lacks.
+        lacking: of the facts that it gets, those that the model lacks.
     """
     can_be = can_replace(settings, choices, target.absent(), target.num_ranks)
 
     def is_possible(group: str, option: str) -> bool:
-        asked = knob_of((group, option)).needs() & BY_TRIAL  # most models have what the others need
-        return can_be(group, option) and not (asked and asked & lacking(asked).keys())
+        asked = model_facts([knob_of((group, option))])
+        return can_be(group, option) and not (asked and lacking(asked))
 
     in_use = {group: settings.groups[group] for group in KNOB_GROUPS}
     return out_of_memory_advice(by_kind, in_use, is_possible, settings.vram_bytes)

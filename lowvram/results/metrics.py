@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Flag, IntEnum, auto
 from typing import final
 
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 
 GIB = 2**30
 BYTES = "bytes"  # tables show these figures in MiB or GiB

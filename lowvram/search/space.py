@@ -19,7 +19,9 @@ from omegaconf import DictConfig
 from lowvram.config.errors import BadInput
 from lowvram.config.registry import knob_of, node_of, ready_options
 from lowvram.config.schema import build
-from lowvram.core.knob import Fact, Kind, Knob, conflicts
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, conflicts
 
 Option = tuple[str, str]  # group and name
 Options = Mapping[str, str]  # one of each group that is searched

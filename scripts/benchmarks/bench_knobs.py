@@ -30,7 +30,7 @@ from lowvram.config.registry import Option, all_options, knob_of, neutral_option
 from lowvram.config.settings import settings
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts, choose_device
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import SameSize
 from lowvram.export.folder import load

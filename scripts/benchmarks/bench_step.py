@@ -112,7 +112,7 @@ def by_hand(case: Case, batch: Part) -> Callable[[], Tensor]:
 def plain_model(case: Case) -> nn.Module:
     """The same model with the same weights, with blocks recomputed the way the tutorials do."""
     model = assemble(case.problem(), {"AdamW": AdamW(), "AfterBackward": AfterBackward()}, CPU).model
-    for block in case.problem().blocks(model)[:: case.every] if case.every else ():
+    for block in case.problem().structure(model).blocks[:: case.every] if case.every else ():
         inner = block.forward
         block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
     return model

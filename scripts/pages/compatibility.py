@@ -30,7 +30,13 @@ import torch
 from lowvram.config.identity import ROOT
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Exactness, Fact
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Exactness
+from lowvram.knobs.depth.early_exit import EXITS
+from lowvram.knobs.depth.layer_drop import SKIPPABLE
+from lowvram.knobs.norms.keep_output import NORMS
+from lowvram.knobs.qat import INNER_LINEARS
+from lowvram.knobs.tile.mlps import MLPS
 from lowvram.results.metric_lines import FILE_NAME, read_lines
 from scripts.benchmarks.runs import Runs
 from scripts.pages.pairs import Row, all_pairs, covering_rows, label, why_not
@@ -61,8 +67,8 @@ EXTRA = {
     ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
 }
 LACKS = {
-    "transformer": frozenset[Fact](),
-    "resnet": frozenset({Fact.MLPS, Fact.INNER_LINEARS, Fact.NORMS, Fact.SKIPPABLE, Fact.EXITS}),
+    "transformer": frozenset[ModelFact](),
+    "resnet": frozenset({MLPS, INNER_LINEARS, NORMS, SKIPPABLE, EXITS}),
 }  # options that need these are left out
 INTRODUCTION = """# Compatibility
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import combinations
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options, ready_options
-from lowvram.core.knob import Fact, conflicts
+from lowvram.core.fact import Fact
+from lowvram.core.knob import conflicts
 
 Row = frozenset[Option]  # a configuration: one option of each group, or of some
 

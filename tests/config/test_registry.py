@@ -16,7 +16,7 @@ from lowvram.config.identity import ROOT
 from lowvram.config.registry import all_options, knob_of, neutral_options, options_of, read_all, ready_options
 from lowvram.config.settings import KNOB_GROUPS
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from lowvram.worker.job import import_libraries
 from scripts.pages.pairs import all_pairs, covering_rows, label, why_not
 

@@ -11,7 +11,7 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.core import device as device_module
 from lowvram.core.device import Card, absent_facts, absent_from, choose_device
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from tests.laboratory import CPU, needs_gpu
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lowvram.core.assemble import assemble
 from lowvram.core.held import held_bytes
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
 from lowvram.core.timeline import Timeline

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowvram.core import host
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from tests.laboratory import CPU, needs_gpu, needs_real_gpu
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
+from lowvram.core.fact import Fact
+from lowvram.core.knob import WRITES, Knob, Stage, conflicts
 from lowvram.core.rig import Rig
 
 

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.seeds import generator_for
 from lowvram.models.resnet import ResNetConfig

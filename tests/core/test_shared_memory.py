@@ -283,6 +283,6 @@ def test_models_whose_weights_are_computed_train_with_knobs() -> None:
             Auto().pose(ExternalConfig(f"{__name__}.Normed"), WORDS),
             lowvram.task(Normed(), batch.inputs),
         ):
-            assert len(task.blocks(task.make_model())) == 2
+            assert len(task.structure(task.make_model()).blocks) == 2
             rig = lowvram.assemble(task, knob, device="cpu")
             assert step(rig, batch)[0].isfinite()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.step import step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options, options_of
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from scripts.pages.compatibility import EXTRA, LACKS, deviation, is_its_own
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history
 from tests.laboratory import IS_EMULATED, KNOBS, OF_TRITON

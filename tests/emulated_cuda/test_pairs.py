@@ -10,7 +10,7 @@ import pytest
 
 from lowvram.config.registry import all_options
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from scripts.pages.compatibility import deviation, is_its_own, varied, without_lacked
 from scripts.pages.pairs import Row, all_pairs, covering_rows, why_not
 from tests.emulated_cuda.configurations import CUDA, History, history, history_on_rank

@@ -216,7 +216,7 @@ def test_a_model_without_such_layers_is_refused_in_one_sentence(name: str) -> No
     with pytest.raises(
         BadInput, match=rf"^export\.format='{name}': must be safetensors, torch_export, onnx or pt2e: the model has no"
     ):
-        named(name).check(model, problem.last_weights(model))
+        named(name).check(model, problem.structure(model).last_weights)
 
 
 def test_a_check_draws_no_random_number_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

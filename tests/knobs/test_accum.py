@@ -7,7 +7,7 @@ import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step

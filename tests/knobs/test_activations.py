@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.layers import layer_norms
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -230,7 +231,7 @@ def test_without_a_backward_pass_nothing_becomes_codes(watched: Watched) -> None
 def test_of_a_recomputed_block_only_the_input_becomes_codes(problem: str, watched: Watched) -> None:
     task = PROBLEMS[problem]
     rig, sizes = assemble(task, knobs_of(activations=FewBits(min_bytes=1), ckpt="every1"), CPU), []
-    blocks = task.blocks(rig.model)
+    blocks = task.structure(rig.model).blocks
     for block in blocks:
         block.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
     loss = rig.criterion(rig.forward(part := make_batch(task.spec, 32)), part)

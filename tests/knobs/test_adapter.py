@@ -12,7 +12,9 @@ from torch import nn
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
+from lowvram.core.probes.draws import NO_RANDOMNESS, FirstDraw
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.adapter import Freeze, Lora, QLora
@@ -208,8 +210,8 @@ def test_dropout_of_adapters_is_random() -> None:
         assemble(PROBLEMS["transformer"], knobs_of(adapter=Lora(dropout=dropout), ckpt="every1"), CPU)
         for dropout in (0.0, 0.5)
     )
-    assert plain.task.drawn_by(plain.model) is None
-    assert Fact.NO_RANDOMNESS in Lora(dropout=0.5).breaks() - Lora(dropout=0.0).breaks()
+    assert plain.structure.get(FirstDraw()) is None
+    assert NO_RANDOMNESS in Lora(dropout=0.5).breaks() - Lora(dropout=0.0).breaks()
     assert step(rig, make_batch(TOKENS, 4))[1].applied
 
 

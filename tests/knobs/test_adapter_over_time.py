@@ -387,6 +387,6 @@ def test_without_same_params() -> None:
     task = Auto().pose(TransformerConfig(num_layers=4, width=16, num_heads=2, context=8), TOKENS)
     whole, blocks = (assemble(task, knobs_of(adapter=adapter), CPU) for _ in range(2))
     assert num_graphs([whole.model], whole, 5) == 5
-    assert num_graphs(task.blocks(blocks.model), blocks, 5) <= 3
+    assert num_graphs(task.structure(blocks.model).blocks, blocks, 5) <= 3
     with pytest.raises(Incompatible, match="compile=model needs that the same parameters train in every step"):
         rig_of("transformer", adapter=adapter, compile="model")

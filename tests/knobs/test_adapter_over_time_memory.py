@@ -10,7 +10,8 @@ import torch
 
 from lowvram.core.assemble import assemble
 from lowvram.core.heaviest import fix_heaviest
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
@@ -45,7 +46,7 @@ def test_gradients_and_states_are_those_of_what_trains(adapter: Knob, blocks: in
     rig, plain = (assemble(DEEP, knobs_of(stepping=stepping, **more), CPU) for more in ({"adapter": adapter}, {}))
     for seed in range(7):  # some switches
         step(rig, make_batch(TOKENS, 8, seed))
-    sizes = [sum(map(torch.numel, block.parameters())) for block in DEEP.blocks(rig.model)]
+    sizes = [sum(map(torch.numel, block.parameters())) for block in DEEP.structure(rig.model).blocks]
     total = sum(map(torch.numel, rig.model.parameters()))
     share = (total - sum(sizes) + blocks * max(sizes)) / total
     found, wanted = peak_of(rig), peak_of(plain)
@@ -87,7 +88,7 @@ def test_no_step_takes_more_than_the_one_that_is_measured(adapter: OverTime, pro
     stepper = rig.stepper
     assert isinstance(stepper, SwitchingStepper)
     largest = peak_of(rig, batch_size).peak_bytes
-    choices = possible(adapter, len(task.blocks(rig.model)))
+    choices = possible(adapter, len(task.structure(rig.model).blocks))
     assert len(rig.heaviest) <= 6
     for active in choices:
         stepper.hold(active)

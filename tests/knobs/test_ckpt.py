@@ -9,7 +9,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import (
@@ -53,7 +53,7 @@ def test_twenty_steps_are_the_same_to_the_last_bit(option: str, problem: str, pr
 def test_block_i_is_computed_again_when_i_divides(every: int, recomputed: list[int], problem: str) -> None:
     task, calls = FIVE_BLOCKS[problem], Counter[int]()
     rig = assemble(task, knobs_of(ckpt=RecomputeEvery(every)), CPU)
-    for index, block in enumerate(task.blocks(rig.model)):
+    for index, block in enumerate(task.structure(rig.model).blocks):
         inside = next(module for module in block.modules() if isinstance(module, nn.Linear | nn.Conv2d))
         inside.register_forward_hook(lambda *_, index=index: calls.update([index]))
     step(rig, make_batch(task.spec, 2))

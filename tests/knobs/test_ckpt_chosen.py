@@ -22,7 +22,7 @@ from tests.laboratory import (
 def test_these_blocks_are_recomputed(blocks: list[int] | None, treated: list[int], problem: str) -> None:
     task = FIVE_BLOCKS[problem]
     model = assemble(task, knobs_of(ckpt=RecomputeChosen(blocks)), CPU).model
-    assert [index for index, block in enumerate(task.blocks(model)) if "forward" in vars(block)] == treated
+    assert [index for index, block in enumerate(task.structure(model).blocks) if "forward" in vars(block)] == treated
 
 
 def test_a_plan_chooses_only_what_was_not_typed() -> None:

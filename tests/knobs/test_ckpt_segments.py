@@ -9,7 +9,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import (
@@ -37,7 +37,7 @@ def test_all_but_the_last_block_of_a_segment_run_three_times(
     """Of five blocks the square root is two."""
     task, calls = FIVE_BLOCKS[problem], Counter[int]()
     rig = assemble(task, knobs_of(ckpt=RecomputeSegments(segment)), CPU)
-    for index, block in enumerate(task.blocks(rig.model)):
+    for index, block in enumerate(task.structure(rig.model).blocks):
         inside = next(module for module in block.modules() if isinstance(module, nn.Linear | nn.Conv2d))
         inside.register_forward_hook(lambda *_, index=index: calls.update([index]))
     for _ in range(2):

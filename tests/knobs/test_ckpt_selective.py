@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import (
@@ -94,7 +94,7 @@ def test_what_a_transformer_keeps_selectively_is_known_to_the_byte() -> None:
 def test_a_share_of_the_blocks_is_treated_evenly_spread(fraction: float, treated: list[int]) -> None:
     task = FIVE_BLOCKS["transformer"]
     model = assemble(task, knobs_of(ckpt=Selective(fraction)), CPU).model
-    assert [index for index, block in enumerate(task.blocks(model)) if "forward" in vars(block)] == treated
+    assert [index for index, block in enumerate(task.structure(model).blocks) if "forward" in vars(block)] == treated
 
 
 @pytest.mark.parametrize("problem", FIVE_BLOCKS)

@@ -23,7 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import lowvram
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Kind, Knob
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
@@ -294,7 +296,7 @@ def test_without_every_operator() -> None:
     """What a compiled block saves needs no gradient: an activation can't be told from a mask or a sum's logarithm."""
     saved: list[bool] = []
     rig = assemble(TASKS["transformer"], knobs_of(), CPU)
-    (block, *_), x = rig.task.blocks(rig.model), torch.randn(4, 8, 16, requires_grad=True)
+    (block, *_), x = rig.structure.blocks, torch.randn(4, 8, 16, requires_grad=True)
 
     def note(tensor: Tensor) -> Tensor:
         saved.append(tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor is not x)

@@ -17,12 +17,15 @@ from lowvram.core.assemble import assemble
 from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
+from lowvram.core.probes.stated import BRANCHES
 from lowvram.core.rig import Rig
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
+from lowvram.core.structure import Blocks
 from lowvram.knobs.adapter import BAdam
 from lowvram.knobs.compile import Traced
 from lowvram.knobs.depth import LayerDrop, StochasticDepth, stochastic
+from lowvram.knobs.depth.same_shape import SameShape
 from lowvram.knobs.depth.stochastic import Added, Branch, Draws
 from lowvram.knobs.sparsity import Magnitude
 from lowvram.knobs.tile.blocks import Tiled
@@ -66,7 +69,7 @@ def equal(one: Trained, other: Trained) -> bool:
 
 def numbers_skipped(rig: Rig) -> frozenset[int]:
     """In the present step."""
-    gates = [vars(block)["forward"] for block in rig.task.same_shape_blocks(rig.model)]
+    gates = [vars(block)["forward"] for block in rig.structure.modules(rig.structure.get(SameShape()))]
     return frozenset(number for number, gate in enumerate(gates) if gate.is_skipped)
 
 
@@ -86,7 +89,7 @@ def test_a_step_computes_the_model_without_the_blocks_that_it_skips(problem: Pro
     batch = make_batch(problem.spec, 6)
     loss, _ = step(rig, batch)
     (skipped,) = numbers_skipped(rig)
-    block = problem.blocks(plain.model)[skipped]
+    block = problem.structure(plain.model).blocks[skipped]
     block.forward = lambda x, **_: x
     assert loss == step(plain, batch)[0]
 
@@ -102,16 +105,16 @@ def test_weights_of_skipped_blocks_get_the_gradient_zero(problem: str) -> None:
     assert found.gradients.keys() == train(PROBLEMS[problem], knobs_of(), [8]).gradients.keys()
 
 
-def same_shape(problem: str) -> Mapping[nn.Module, int]:
-    return PROBLEMS[problem].same_shape_blocks(PROBLEMS[problem].make_model())
+def same_shape(problem: str) -> Mapping[str, int]:
+    return PROBLEMS[problem].structure(PROBLEMS[problem].make_model()).get(SameShape())
 
 
 def test_blocks_that_change_the_shape_are_never_skipped() -> None:
     """The first of each stage of a ResNet, but with basic blocks that of the first stage."""
     for block, wanted in ((BlockKind.basic, [0, 1, 3]), (BlockKind.bottleneck, [1, 3])):
         task = Auto().pose(replace(RESNET, layers=[2, 2], block=block), IMAGES)
-        model = task.make_model()
-        assert [task.blocks(model).index(each) for each in task.same_shape_blocks(model)] == wanted
+        known = task.structure(task.make_model())
+        assert [known.get(Blocks()).blocks.index(name) for name in known.get(SameShape())] == wanted
 
 
 def test_evaluations_skip_nothing() -> None:
@@ -158,7 +161,7 @@ def test_a_sample_leaves_out_what_a_block_adds(problem: Problem) -> None:
     """Here in the last block, whose rate is the highest."""
     rig = rig_of(problem, depth=StochasticDepth(0.6))
     seen = list[Any]()
-    problem.blocks(rig.model)[-1].register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    rig.structure.blocks[-1].register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
     step(rig, make_batch(problem.spec, 64))
     ((x, y),) = seen
     left_out = sum(torch.equal(before, after) for before, after in zip(x, y, strict=True))
@@ -170,8 +173,9 @@ def test_what_is_added_is_scaled(problem: Problem) -> None:
     """To what a branch, or the block of another model, adds without draws, times 0 or 1 / (1 - rate)."""
     rate = 0.6
     rig, seen = rig_of(problem, depth=StochasticDepth(rate)), list[Any]()
-    branches = problem.branches(rig.model)
-    module = branches[-1][0] if branches else problem.blocks(rig.model)[-1]
+    known = problem.structure(rig.model)
+    branches = known.get(BRANCHES)
+    module = known.modules(branches[-1])[0] if branches else problem.structure(rig.model).blocks[-1]
     branch: Branch = vars(module)["forward"]
     plain = branch.call
 
@@ -353,7 +357,7 @@ def test_blocks_that_rest_may_be_skipped() -> None:
 def test_zeroth_order_draws_once_a_step() -> None:
     """Both of its passes over the parts see the same factors."""
     rig = rig_of("transformer", depth=STOCHASTIC, stepping="zeroth_order", accum="x2")
-    attention, factors = rig.task.branches(rig.model)[-1][0], list[Tensor]()
+    attention, factors = rig.structure.modules(rig.structure.get(BRANCHES)[-1])[0], list[Tensor]()
     attention.register_forward_hook(lambda *_: factors.append(vars(attention)["forward"].factor_n))
     step(rig, make_batch(TOKENS, 32))
     assert len(factors) == 4
@@ -390,7 +394,7 @@ def two_losses(rig: Rig) -> list[float]:
 def test_without_fixed_blocks(knob: Knob) -> None:
     """A trace repeats the step that was recorded."""
     rig, other = (rig_of("transformer", depth=knob, optimizer="sgd") for _ in range(2))
-    for block in rig.task.blocks(rig.model):
+    for block in rig.structure.blocks:
         branches = [module for module in block.modules() if "forward" in vars(module)]
         traced = Traced(block)
         block.forward = traced
@@ -407,7 +411,7 @@ def test_without_fixed_blocks(knob: Knob) -> None:
 def test_without_separate_samples() -> None:
     """A few samples at a time would need a few factors at a time."""
     rig = rig_of("transformer", depth=STOCHASTIC)
-    for block in rig.task.blocks(rig.model):
+    for block in rig.structure.blocks:
         block.forward = Tiled(block, block.forward, 0, 2)
     with pytest.raises(RuntimeError, match="size"):
         step(rig, make_batch(TOKENS, 8))

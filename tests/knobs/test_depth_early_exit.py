@@ -11,6 +11,7 @@ import torch
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
+from lowvram.core.probes.stated import TAIL
 from lowvram.core.rig import IGNORE, Rig
 from lowvram.core.step import step
 from lowvram.knobs.depth import EarlyExit
@@ -50,7 +51,7 @@ def test_the_loss_is_the_sum_over_exits(problem: str) -> None:
     """Each computed by a model that ends there."""
     knob, batch = replace(BOTH[problem], weight=0.25), make_batch(DEEP[problem].spec, 6)
     plain = rig_of(problem)
-    blocks, tail = plain.task.blocks(plain.model), plain.task.tail(plain.model)
+    blocks, tail = plain.structure.blocks, plain.structure.get(TAIL)
     assert tail is not None
     outputs = {}
     for number, block in enumerate(blocks):
@@ -58,7 +59,8 @@ def test_the_loss_is_the_sum_over_exits(problem: str) -> None:
     with torch.no_grad():
         plain.forward(batch)
         losses = [
-            plain.criterion(tail.call(outputs[number]), batch) for number in (*(knob.exits or []), len(blocks) - 1)
+            plain.criterion(getattr(plain.model, tail.method)(outputs[number]), batch)
+            for number in (*(knob.exits or []), len(blocks) - 1)
         ]
     wanted = (losses[-1] + 0.25 * (losses[0] + losses[1])) / batch.num_targets
     assert step(rig_of(problem, depth=knob), batch)[0] == pytest.approx(float(wanted), rel=1e-6)

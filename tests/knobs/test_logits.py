@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.knobs.logits import ChunkedLogits, LazyLogits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Exactness, Fact
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Exactness
 from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS
 
 NECESSARY = {"optimizer", "stepping"}  # without one nothing trains

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.layers import rms_norms
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget
@@ -214,7 +215,7 @@ def test_classes_derived_from_layer_norm_stay() -> None:
 
     task = PROBLEMS["transformer"]
     rig = assemble(task, knobs_of(), CPU)
-    block = task.blocks(rig.model)[0]
+    block = task.structure(rig.model).blocks[0]
     block.mlp_norm = derived = Derived(16)
     KeepOutput().apply(rig)
     assert "forward" not in vars(derived)

@@ -15,7 +15,8 @@ from lowvram.compat.torch_compiler import set_activation_budget
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -292,7 +293,7 @@ def test_compiled_blocks_send_what_eager_ones_do() -> None:
     for option in ("none", "activations"):
         torch.compiler.reset()
         rig, moved = assemble(task, knobs_of(offload=option), CPU), Moved()
-        for block in task.blocks(rig.model):
+        for block in task.structure(rig.model).blocks:
             block.compile(backend="aot_eager")
         torch.manual_seed(0)
         for seed in range(2):

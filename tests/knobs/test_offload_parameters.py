@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
@@ -96,9 +97,9 @@ def measured(device: torch.device, choices: Choices) -> tuple[Rig, Peak]:
 def test_the_device_holds_one_block_and_the_host_all_the_rest(device: torch.device) -> None:
     _, alone = measured(device, {})
     rig, peak = measured(device, {"offload": "parameters"})
-    blocks = rig.task.blocks(rig.model)
+    blocks = rig.structure.blocks
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    head = rig.task.head(rig.model)
+    head = rig.structure.head
     assert head is not None
     staying = [each for each in rig.model.parameters() if each not in in_blocks and each is not head.weight]
     visiting = [*blocks[0].parameters(), *staying]
@@ -124,7 +125,7 @@ def test_the_host_updates_its_weights_in_its_own_memory(device: torch.device) ->
 def test_what_travels_is_counted() -> None:
     rig, batch = assemble(DEEP, knobs_of(offload="parameters", accum="x2"), CPU), make_batch(TOKENS, 32)
     weights = sum(parameter.numel() * 4 for parameter in rig.model.parameters())
-    blocks = sum(parameter.numel() * 4 for block in rig.task.blocks(rig.model) for parameter in block.parameters())
+    blocks = sum(parameter.numel() * 4 for block in rig.structure.blocks for parameter in block.parameters())
     rows = batch.inputs.numel() * 32 * 4  # of the embedding; its whole weight goes to the device for the head
     before = replace(host.traffic)
     step(rig, batch)
@@ -161,7 +162,7 @@ def test_neither_the_last_weight_nor_its_gradient_is_whole_on_the_device(device:
     step(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors(), device) as peak:
         step(rig, batch)
-    head = rig.task.head(rig.model)
+    head = rig.structure.head
     assert head is not None
     assert max(peak.by_kind_max[kind] for kind in (Kind.PARAMETERS, Kind.GRADIENTS)) < head.weight.nbytes / 3
     assert local(head.weight).device.type == "cpu"
@@ -171,7 +172,7 @@ def test_neither_the_last_weight_nor_its_gradient_is_whole_on_the_device(device:
 def test_while_a_weight_gets_its_initial_values_fp32_is_gone_before_it_is_copied() -> None:
     with ledger() as peak:
         rig = assemble(WIDE, knobs_of(offload="parameters", precision="bf16_pure"), CPU)
-    head = rig.task.head(rig.model)
+    head = rig.structure.head
     assert head is not None
     numel = head.weight.numel()
     assert peak.peak_bytes < numel * 9  # beside copies in 16 bits; on a CPU the one of the host counts, too

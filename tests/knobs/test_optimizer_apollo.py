@@ -122,7 +122,7 @@ def bytes_of_states(option: str, model: str) -> list[tuple[int, int, int]]:
     rig = assemble(PROBLEMS[model], knobs_of(optimizer=option), CPU)
     step(rig, next(batches(PROBLEMS[model].spec, [4])))
     states = rig.stepper.optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
-    roles, found = roles_of(rig.model, rig.task.last_weights(rig.model), Apollo.layers), []
+    roles, found = roles_of(rig.model, rig.structure.last_weights, Apollo.layers), []
     for parameter in rig.trainable:
         num_bytes = sum(value.nbytes for value in states[parameter].values() if isinstance(value, Tensor))
         if roles[parameter].is_matrix:

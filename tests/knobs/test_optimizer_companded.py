@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import Split, Stochastic
 from lowvram.core.shards import total_norm

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import lowvram
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer import External
 from tests.calls import Outcome

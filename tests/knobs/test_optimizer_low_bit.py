@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import Stochastic
 from lowvram.core.step import step

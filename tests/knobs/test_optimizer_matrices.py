@@ -24,7 +24,7 @@ def matrices_of(model: nn.Module, head: nn.Linear | None, knob: type[MatrixKnob]
 def test_matrices_of_a_resnet_are_those_of_its_convolutions() -> None:
     rig = assemble(PROBLEMS["resnet"], knobs_of(optimizer="apollo"), CPU)
     convolutions = {f"{name}.weight" for name, module in rig.model.named_modules() if isinstance(module, nn.Conv2d)}
-    assert matrices_of(rig.model, rig.task.head(rig.model)) >= convolutions
+    assert matrices_of(rig.model, rig.structure.head) >= convolutions
     assert all(name.endswith(".weight") for name in matrices_of(rig.model, None))
 
 

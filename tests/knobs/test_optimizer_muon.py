@@ -31,7 +31,7 @@ LEARNED = Auto().pose(replace(TRANSFORMER, positions=Positions.learned, tied_emb
 @pytest.mark.parametrize("problem", [PROBLEMS["transformer"], LEARNED], ids=["tied", "untied"])
 def test_hidden_matrices_are_muons_and_the_rest_adamws(problem: Problem) -> None:
     rig = assemble(problem, knobs_of(optimizer="muon"), CPU)
-    roles = roles_of(rig.model, rig.task.last_weights(rig.model), Muon.layers)
+    roles = roles_of(rig.model, rig.structure.last_weights, Muon.layers)
     hidden = {name for name, parameter in rig.model.named_parameters() if roles[parameter].is_matrix}
     layers = ("attention.qkv", "attention.merge", "mlp.up", "mlp.down")
     assert hidden == {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in layers}
@@ -39,7 +39,7 @@ def test_hidden_matrices_are_muons_and_the_rest_adamws(problem: Problem) -> None
 
 def test_a_resnet_has_none() -> None:
     rig = assemble(PROBLEMS["resnet"], knobs_of(optimizer="muon"), CPU)
-    roles = roles_of(rig.model, rig.task.last_weights(rig.model), Muon.layers)
+    roles = roles_of(rig.model, rig.structure.last_weights, Muon.layers)
     assert not any(role.is_matrix for role in roles.values())
 
 

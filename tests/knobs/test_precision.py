@@ -17,7 +17,8 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Kind, conflicts
+from lowvram.core.kind import Kind
+from lowvram.core.knob import WRITES, conflicts
 from lowvram.core.ledger import ledger
 from lowvram.core.phases import with_phases
 from lowvram.core.rig import Rig

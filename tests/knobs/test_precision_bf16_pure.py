@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Knob
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob
 from lowvram.core.rig import Part
 from lowvram.core.rounding import Rounding
 from lowvram.core.step import step

@@ -29,7 +29,7 @@ def test_linear_layers_are_exchanged_but_for_the_head_and_odd_ones() -> None:
     rig = assemble(WIDE, knobs_of(), CPU)
     before = dict(rig.model.named_parameters())
     rig.model.odd = nn.Linear(32, 10)
-    convert(rig.model, rig.task.last_weights(rig.model))
+    convert(rig.model, rig.structure.last_weights)
     changed = {name for name, module in rig.model.named_modules() if type(module).__name__ == "Float8Linear"}
     layers = ("attention.qkv", "attention.merge", "mlp.up", "mlp.down")
     assert changed == {f"blocks.{block}.{layer}" for block in range(3) for layer in layers}
@@ -61,7 +61,7 @@ def test_a_plan_can_build_the_model_without_memory() -> None:
 def test_emulated_gradients_are_in_the_band() -> None:
     wanted = gradients(assemble(WIDE, knobs_of(), CPU))
     rig = assemble(WIDE, knobs_of(), CPU)
-    convert(rig.model, rig.task.last_weights(rig.model), emulate=True)
+    convert(rig.model, rig.structure.last_weights, emulate=True)
     assert 1e-2 < relative_error(gradients(rig), wanted) < Fp8.band
 
 
@@ -75,7 +75,7 @@ def test_a_cpu_refuses() -> None:
 
 def test_the_head_of_a_resnet_alone_stays_as_it_is() -> None:
     rig = assemble(PROBLEMS["resnet"], knobs_of(), CPU)
-    convert(rig.model, rig.task.last_weights(rig.model))
+    convert(rig.model, rig.structure.last_weights)
     assert not [module for module in rig.model.modules() if type(module).__name__ == "Float8Linear"]
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble, skeleton
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality

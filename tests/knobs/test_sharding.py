@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import lowvram
 from lowvram.compat.torch_storage import num_holders
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
@@ -133,7 +134,7 @@ def measured(choices: dict[str, str | Knob]) -> tuple[Peak, dict[str, int]]:
     step(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
         step(rig, batch)
-    blocks = rig.task.blocks(rig.model)
+    blocks = rig.structure.blocks
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     weights = {
         "shards": sum(rounded(local(parameter)) for parameter in rig.model.parameters()),

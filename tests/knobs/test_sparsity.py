@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
 from lowvram.export.folder import load
@@ -66,7 +67,7 @@ def test_layers_are_named_by_pieces_of_their_names() -> None:
     problem = Auto().pose(
         TransformerConfig(num_layers=2, width=16, num_heads=2, context=8, tied_embeddings=False), TOKENS
     )
-    names = list(knob.layers_with_masks(problem, problem.make_model()))
+    names = list(knob.layers_with_masks(problem.structure(problem.make_model())))
     assert "head" in names
     assert len(names) == 5
     assert all("blocks.1." in name or name == "head" for name in names)
@@ -78,7 +79,7 @@ def test_a_weight_that_two_layers_share_has_one_mask() -> None:
     linear = [name for name, layer in first.named_modules() if isinstance(layer, nn.Linear)]
     for name in linear:
         second.get_submodule(name).weight = first.get_submodule(name).weight  # pyright: ignore[reportAttributeAccessIssue]
-    names = Magnitude().layers_with_masks(PROBLEMS["transformer"], model)
+    names = Magnitude().layers_with_masks(PROBLEMS["transformer"].structure(model))
     assert len(names) == 3 * 4 - len(linear)
     assert not any("blocks.1.mlp" in name for name in names)
 

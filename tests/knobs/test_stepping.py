@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW

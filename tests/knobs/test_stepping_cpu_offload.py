@@ -15,7 +15,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD

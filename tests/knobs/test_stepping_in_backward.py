@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Kind
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.step import step

@@ -167,7 +167,7 @@ def test_frozen_parameters_and_those_without_a_gradient_are_left_alone(stepping:
 def frozen_and_unused(stepping: Knob, accum: str) -> dict[str, torch.Tensor]:
     """Parameters after two steps in which one block is skipped, half of it frozen as well."""
     rig = assemble(PROBLEMS["transformer"], knobs_of(optimizer="sgd", stepping=stepping, accum=accum), CPU)
-    block = rig.task.blocks(rig.model)[1]
+    block = rig.structure.blocks[1]
     block.forward = lambda x: x
     for parameter in list(block.parameters())[::2]:
         parameter.requires_grad_(False)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact, Kind, Knob
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part, Rig

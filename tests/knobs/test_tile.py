@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Exactness, Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob
 from lowvram.core.ledger import Peak
 from lowvram.core.repeat import Repeatable
 from lowvram.core.step import step
@@ -75,7 +76,7 @@ def test_with_few_tokens_nothing_changes_to_the_bit() -> None:
 def test_each_token_is_computed_twice_whatever_the_block_recomputes(ckpt: str) -> None:
     """Where the block is recomputed, its recomputation stops before the MLP."""
     rig, seen = assemble(TASK, knobs_of(ckpt=ckpt, tile=TiledMLP(100)), CPU), Counter[int]()
-    for index, block in enumerate(TASK.blocks(rig.model)):
+    for index, block in enumerate(TASK.structure(rig.model).blocks):
         assert isinstance(block.mlp, nn.Module)
         up = block.mlp.get_submodule("up")
         up.register_forward_hook(lambda _, inputs, __, index=index: seen.update({index: inputs[0][..., 0].numel()}))
@@ -85,7 +86,7 @@ def test_each_token_is_computed_twice_whatever_the_block_recomputes(ckpt: str) -
 
 def test_chunks_have_at_most_so_many_tokens() -> None:
     rig, seen = assemble(TASK, knobs_of(tile=TiledMLP(100)), CPU), list[tuple[int, ...]]()
-    TASK.blocks(rig.model)[0].get_submodule("mlp.up").register_forward_hook(lambda _, x, __: seen.append(x[0].shape))
+    rig.structure.blocks[0].get_submodule("mlp.up").register_forward_hook(lambda _, x, __: seen.append(x[0].shape))
     step(rig, make_batch(TASK.spec, 32))
     assert seen == 2 * [(32, 3, 16), (32, 3, 16), (32, 2, 16)]
 
@@ -112,7 +113,7 @@ def test_number_formats_stay_in_their_bands(precision: str) -> None:
 
 def test_autocast_holds_in_both_passes() -> None:
     rig, seen = assemble(TASK, knobs_of(precision="bf16", tile=TiledMLP(100)), CPU), list[torch.dtype]()
-    TASK.blocks(rig.model)[0].get_submodule("mlp.up").register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    rig.structure.blocks[0].get_submodule("mlp.up").register_forward_hook(lambda _, __, out: seen.append(out.dtype))
     step(rig, make_batch(TASK.spec, 32))
     assert seen == 6 * [torch.bfloat16]
 

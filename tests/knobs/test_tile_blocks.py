@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lowvram.api import task as task_of
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -69,7 +70,7 @@ def test_with_few_samples_nothing_changes_to_the_bit() -> None:
 @pytest.mark.parametrize("ckpt", ["none", "every1", "every2", "selective"])
 def test_each_sample_is_computed_twice_whatever_ckpt_recomputes(ckpt: str) -> None:
     rig, seen = assemble(TASK, knobs_of(ckpt=ckpt, tile=TiledBlocks(10)), CPU), list[int]()
-    up = TASK.blocks(rig.model)[1].get_submodule("mlp.up")
+    up = TASK.structure(rig.model).blocks[1].get_submodule("mlp.up")
     up.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
     step(rig, make_batch(TASK.spec, 32))
     assert seen == 2 * [10, 10, 10, 2]
@@ -107,7 +108,7 @@ def test_dropout_draws_the_same_masks_in_both_passes() -> None:
     task = InDouble(PROBLEMS["transformer_dropout"])
     rig, batch = assemble(task, knobs_of(tile=TiledBlocks(3), optimizer="sgd"), CPU), make_batch(TASK.spec, 8)
     part = Part(batch.inputs, batch.targets)
-    weight = TASK.blocks(rig.model)[0].get_parameter("mlp.up.weight")
+    weight = TASK.structure(rig.model).blocks[0].get_parameter("mlp.up.weight")
 
     def loss() -> Tensor:
         torch.manual_seed(0)

@@ -53,14 +53,11 @@ class Bag(OwnModule):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_classes, width)
+        self.embedding, self.blocks = nn.Embedding(num_classes, width), nn.ModuleList()
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         return self.head(self.embedding(tokens_bt))
-
-    def repeated_blocks(self) -> list[nn.Module]:
-        return []
 
     @torch.no_grad()
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

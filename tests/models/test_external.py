@@ -15,6 +15,7 @@ from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Part
 from lowvram.core.step import step
+from lowvram.core.structure import Blocks
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
 from lowvram.data.source import ResolvedImageSource, resolve_source
@@ -62,7 +63,7 @@ def speaker(**changes: Any) -> ExternalConfig:
 def test_a_users_model_trains_with_knobs() -> None:
     task = Auto().pose(speaker(), WORDS)
     rig = assemble(task, knobs_of(ckpt="every1", logits="chunked", accum="x2"), CPU)
-    assert [type(block).__name__ for block in task.blocks(rig.model)] == ["TransformerEncoderLayer"] * 3
+    assert [type(block).__name__ for block in task.structure(rig.model).blocks] == ["TransformerEncoderLayer"] * 3
     before = {name: value.clone() for name, value in rig.model.state_dict().items()}
     loss, update = step(rig, make_batch(WORDS, 4))
     assert loss.isfinite()
@@ -165,4 +166,4 @@ def test_what_it_reads_follows_the_data_and_so_does_their_size() -> None:
 def test_blocks_of_no_class_are_reported_with_what_there_is() -> None:
     task = Auto().pose(speaker(blocks="Layer"), WORDS)
     with pytest.raises(BadInput, match=r"model.blocks='Layer': must be .*TransformerEncoderLayer \(3\)"):
-        task.blocks(task.make_model())
+        task.structure(task.make_model()).get(Blocks())

@@ -19,7 +19,7 @@ from lowvram.compat.torch_flex import compiled, flex_backward, flex_forward
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card, card_of
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models import flex_attention

@@ -18,6 +18,7 @@ from torch import Tensor
 import lowvram
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
+from lowvram.core.probes.draws import FirstDraw
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.tokenizer import pretrained
 from lowvram.models.hf import Head, HfConfig, Missing, Weights
@@ -91,7 +92,7 @@ def test_the_state_at_the_end_of_a_text_is_what_the_library_takes() -> None:
 
 
 def test_dropout_is_off_unless_asked_for() -> None:
-    assert problem(HfConfig(tiny("bert"))).drawn_by(built(HfConfig(tiny("bert")))) is None
+    assert problem(HfConfig(tiny("bert"))).structure(built(HfConfig(tiny("bert")))).get(FirstDraw()) is None
     config = HfConfig(tiny("bert"), dropout=0.2)
     assert built(config).bert.embeddings.dropout.p == 0.2
     assert HfConfig(tiny("bert"), dropout=None).config().hidden_dropout_prob == 0.1

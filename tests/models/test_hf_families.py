@@ -145,8 +145,8 @@ def test_blocks_and_head_are_found(kind: str, blocks: str, has_head: bool) -> No
     config = HfConfig(tiny(kind))
     task = Auto().pose(config, spec_for(config))
     model = task.make_model()
-    assert described_blocks(task.blocks(model)) == blocks
-    assert (task.head(model) is not None) == has_head
+    assert described_blocks(task.structure(model).blocks) == blocks
+    assert (task.structure(model).head is not None) == has_head
 
 
 @pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs"])

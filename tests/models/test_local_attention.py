@@ -14,7 +14,7 @@ from torch import Tensor
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step

@@ -19,7 +19,7 @@ from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.config.errors import BadInput
 from lowvram.config.schema import build
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
@@ -66,7 +66,7 @@ def loss_and_gradients(model: ResNet, images_nchw: Tensor) -> list[Tensor]:
 
 def recompute(model: ResNet) -> None:
     """Every block keeps only its input, and computes the rest again in the backward pass."""
-    for block in model.repeated_blocks():
+    for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
@@ -76,7 +76,7 @@ def test_presets_have_the_papers_parameters_and_blocks(name: str, sizes: tuple[i
     with torch.device("meta"):
         model = config.make(DataSpec(Modality.IMAGES, 1000, config.natural_shape()))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert (num_parameters, len(model.repeated_blocks())) == sizes
+    assert (num_parameters, len(model.blocks)) == sizes
     assert config.natural_shape() == (3, 224, 224)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lowvram.config.errors import BadInput
 from lowvram.config.schema import build
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
@@ -86,8 +86,7 @@ def test_forward_gives_logits_for_every_position(positions: Positions) -> None:
     model = made(replace(SMALL, positions=positions))
     assert model(random_tokens()).shape == (2, 16, 256)
     assert model(random_tokens(length=5)).shape == (2, 5, 256)
-    assert model.repeated_blocks() == list(model.blocks)
-    assert len(model.repeated_blocks()) == 2
+    assert len(model.blocks) == 2
 
 
 @pytest.mark.parametrize("positions", Positions)
@@ -240,7 +239,7 @@ def activation_bytes(config: TransformerConfig, recomputes: bool) -> int:
     """The most that activations take in a forward and backward pass over 8 samples."""
     model = made(config, spec=DataSpec(Modality.TOKENS, 256, config.natural_shape()))
     tokens_bt = random_tokens(8, *config.natural_shape())
-    for block in model.repeated_blocks() if recomputes else []:
+    for block in model.blocks if recomputes else []:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     with ledger(model, inputs=tokens_bt) as peak:
         F.cross_entropy(model(tokens_bt).flatten(0, 1), tokens_bt.flatten()).backward()

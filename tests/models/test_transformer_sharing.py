@@ -155,7 +155,7 @@ def test_a_tied_factor_is_one_matrix_in_and_out() -> None:
 def test_the_head_reads_hidden_states_of_the_embeddings_width() -> None:
     task = problem(embedding_width=8)
     rig = assemble(task, knobs_of(logits=ChunkedLogits(7)), CPU)
-    head = task.head(rig.model)
+    head = task.structure(rig.model).head
     assert isinstance(head, nn.Linear)
     assert (head.in_features, head.out_features) == (8, 11)
     assert rig.model(make_batch(TOKENS, 2).inputs).shape == (2, 8, 8)
@@ -178,7 +178,7 @@ def called(num_distinct_layers: int, every: int) -> tuple[list[int], list[int]]:
     """Which block each layer is, and the blocks that are recomputed, of six layers."""
     task, order = problem(num_layers=6, num_distinct_layers=num_distinct_layers), []
     rig = assemble(task, knobs_of(ckpt=RecomputeEvery(every)), CPU)
-    blocks = task.blocks(rig.model)
+    blocks = task.structure(rig.model).blocks
     for index, block in enumerate(blocks):
         block.get_submodule("mlp").register_forward_pre_hook(lambda *_, index=index: order.append(index))
     step(rig, make_batch(TOKENS, 2))
@@ -187,7 +187,7 @@ def called(num_distinct_layers: int, every: int) -> tuple[list[int], list[int]]:
 
 def test_blocks_take_turns_and_each_is_listed_once() -> None:
     model = made(num_distinct_layers=2)
-    assert model.repeated_blocks() == list(model.blocks)
+    assert model.found_blocks().blocks == ("blocks.0", "blocks.1")
     assert len(model.blocks) == 2
     assert called(2, 1)[0] == [0, 1, 0, 1, 0, 1]
     assert called(4, 1)[0] == [0, 1, 2, 3, 0, 1]

@@ -3,7 +3,8 @@
 import pytest
 
 from lowvram.config.registry import all_options, knob_of, neutral_options
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.knobs.accum import Parts
 from lowvram.planning.advice import out_of_memory_advice, remedies_against
 

@@ -15,7 +15,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.setup import can_replace
 from lowvram.planning.cache import TraceCache

@@ -11,7 +11,7 @@ import torch
 
 from lowvram.config.registry import all_options, neutral_options
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact
 from scripts.benchmarks.runs import Runs
 from scripts.pages import compatibility
 from scripts.pages.compatibility import (

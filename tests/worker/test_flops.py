@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lowvram.core.assemble import assemble
+from lowvram.core.fact import Fact
 from lowvram.core.heaviest import fix_heaviest
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality

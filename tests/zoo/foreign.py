@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowvram.core.knob import Fact
-
 VOCABULARY, CLASSES = 13, 5
 Draw = Callable[[int], Any]  # number of samples -> tensors, from torch's generator, in its default format
 
@@ -59,8 +57,8 @@ class Foreign:
     refuses: str = ""  # other options, or groups, that it can't have: the knob or the first step says so
 
     @property
-    def absent(self) -> set[Fact]:
-        return {Fact[name] for name in ("EXITS", "HEAD", *self.lacks.split())}
+    def absent(self) -> set[str]:
+        return {"EXITS", "HEAD", *self.lacks.split()}
 
     def loss(self, model: nn.Module, outputs: Any, targets: Any) -> Tensor:
         return (self.criterion or sum_of_cross_entropies)(model, outputs, targets)

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput, Incompatible, Refused
-from lowvram.core.assemble import bare_model
+from lowvram.core.fact import Fact
 from lowvram.core.generators import seed_all
-from lowvram.core.knob import Exactness, Fact, Stage
-from lowvram.core.task_facts import absent_of
+from lowvram.core.knob import Exactness, Stage
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.qat import Int4
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
-from tests.laboratory import KNOBS, NEUTRAL, missing_here
+from tests.laboratory import FACT_NAMES, KNOBS, NEUTRAL, lacking_of, missing_here
 from tests.test_laws import Pair
 from tests.tiers import first_of
 from tests.zoo import generative, language, odd, recurrent, torchvision_models, vision, writing
@@ -88,7 +88,7 @@ def sizes_of(parts: int) -> tuple[int, ...]:
     return SIZES if parts <= min(SIZES) or parts == 8 else (parts + 1,)
 
 
-# What the first step, or a knob, says besides the facts of `absent_of`; `Foreign.refuses` lists where it has to.
+# What the first step, or a knob, says besides the facts that the model lacks; `Foreign.refuses` lists where it has to.
 SENTENCES = {
     "adapter=lora": "can carry an adapter",
     "adapter=qlora": "can carry an adapter|aren't differentiated again",
@@ -122,8 +122,8 @@ def reasons(name: str, pair: Pair) -> str:
     option, refuses = "=".join(pair), ZOO[name].refuses.split()
     needs = KNOBS[pair].needs()
     if Fact.COMPILED in needs:  # compile=blocks stands in for compile=none
-        needs |= {Fact.BLOCKS}
-    lacks = [re.escape(fact.value) for fact in ZOO[name].absent & needs]
+        needs |= {BLOCKS}
+    lacks = [re.escape(fact.value) for fact in needs if FACT_NAMES.get(fact) in ZOO[name].absent]
     is_listed = option in refuses or pair[0] in refuses
     return "|".join([*lacks, *([SENTENCES.get(option) or SENTENCES[pair[0]]] if is_listed else [])])
 
@@ -249,7 +249,7 @@ def test_each_option_that_compiles(name: str, pair: Pair) -> None:
 def test_what_a_model_lacks(name: str) -> None:
     model = ZOO[name].make()
     task = task_of(ZOO[name], model, batches(ZOO[name], 2))
-    assert absent_of(task, bare_model(task)).keys() == ZOO[name].absent
+    assert {FACT_NAMES[fact] for fact in lacking_of(task, *KNOBS.values())} == ZOO[name].absent
 
 
 def test_draws_are_declared() -> None:

@@ -138,8 +138,8 @@ def with_knob(foreign: Foreign, data: Batches, group: str, knob: Knob | str, lr:
 
 def rigged(foreign: Foreign, model: nn.Module, data: Batches, chosen: Mapping[str, Knob | str]) -> lowvram.Rig:
     task = task_of(foreign, model, data)
-    found = FOUND.setdefault((foreign, torch.get_default_dtype()), task.found_blocks)
-    return assemble(replace(task, found_blocks=found), knobs_of(**chosen), CPU)
+    found = FOUND.setdefault((foreign, torch.get_default_dtype()), task.found)
+    return assemble(replace(task, found=found), knobs_of(**chosen), CPU)
 
 
 def task_of(foreign: Foreign, model: nn.Module, data: Batches) -> ModuleTask:

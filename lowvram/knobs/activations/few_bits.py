@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_autograd import base_of
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.ranks import rank
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import MOST_SEEDS

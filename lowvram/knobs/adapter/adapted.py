@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rig import Method, Part, Tail, Task
+from lowvram.core.rig import Part, Task
 from lowvram.core.seeds import generator_for
+from lowvram.core.structure import Structure
 from lowvram.core.values import Fill
 from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
 from lowvram.knobs.adapter.nf4 import FourBit, pack, pairs
 
-Adapt = Callable[[Task, nn.Module], None]
+Adapt = Callable[[Structure], None]
 
 
 @final
@@ -31,7 +32,7 @@ class Adapted(Task):
 
     def make_model(self) -> nn.Module:
         model = self.plain.make_model()
-        self.adapt(self.plain, model)
+        self.adapt(self.plain.structure(model))
         return model
 
     def values(self, model: nn.Module, seed: int) -> Fill:
@@ -51,52 +52,8 @@ class Adapted(Task):
     def in_parts(self, num_parts: int) -> None:
         self.plain.in_parts(num_parts)
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return self.plain.blocks(model)
-
-    def head(self, model: nn.Module) -> nn.Linear | None:
-        return self.plain.head(model)
-
-    def last_weights(self, model: nn.Module) -> set[Tensor]:
-        return self.plain.last_weights(model)
-
-    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
-        return self.plain.mlps(model, names)
-
-    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        return self.plain.separate_blocks(model)
-
-    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
-        return self.plain.same_shape_blocks(model)
-
-    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
-        return self.plain.branches(model)
-
-    def tail(self, model: nn.Module) -> Tail | None:
-        return self.plain.tail(model)
-
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        return self.plain.has_plain_blocks(model)
-
-    def drawn_by(self, model: nn.Module) -> str | None:
-        return self.plain.drawn_by(model)
-
-    def uncalled(self, model: nn.Module) -> frozenset[str]:
-        return self.plain.uncalled(model)
-
-    def stray(self, model: nn.Module) -> str | None:
-        return self.plain.stray(model)
-
-    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
-        return self.plain.written(model)
-
-    def deeds(
-        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
-    ) -> tuple[str | None, str | None]:
-        return self.plain.deeds(model, blocks, compiled)
-
-    def blocks_trouble(self, model: nn.Module) -> str | None:
-        return self.plain.blocks_trouble(model)
+    def structure(self, model: nn.Module) -> Structure:
+        return self.plain.structure(model)
 
 
 @final

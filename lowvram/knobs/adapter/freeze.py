@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import final
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig
+from lowvram.core.structure import HEAD
 from lowvram.knobs.adapter.parts import Adapter, Frozen, freeze_statistics
 
 
@@ -36,8 +37,8 @@ class Freeze(Frozen):
         allowed = "null (the head) or a list of at least one name"
         require(self.train is None or bool(self.train), "adapter.train", "[]", allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.HEAD} if self.train is None else ())
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({HEAD} if self.train is None else ())
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.TRAINED_BLOCKS} if self.train is None else ())
@@ -48,7 +49,7 @@ class Freeze(Frozen):
     def apply(self, rig: Rig) -> Rig:
         parameters = dict(rig.model.named_parameters(remove_duplicate=False))
         check_matches("adapter.train", self.train or [], parameters, "the model's parameters")
-        head = rig.task.head(rig.model) if self.train is None else None
+        head = rig.structure.head if self.train is None else None
         trains = {weight for name, weight in parameters.items() if is_named(name, self.train or [])}
         trains |= set() if head is None else set(head.parameters())
         for weight in parameters.values():

@@ -22,12 +22,17 @@ from torch import nn
 from lowvram.compat.torch_modules import become
 from lowvram.config.errors import require
 from lowvram.core.extra_state import extra_states, give
-from lowvram.core.knob import Fact, Kind
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
 from lowvram.core.layers import require_replaceable
 from lowvram.core.misfits import ONCE, TAKES_PART
 from lowvram.core.names import check_matches, is_named
-from lowvram.core.rig import Rig, Task
+from lowvram.core.probes.draws import NO_RANDOMNESS
+from lowvram.core.probes.uncalled import Uncalled
+from lowvram.core.probes.writes import STEADY_WEIGHTS
+from lowvram.core.rig import Rig
 from lowvram.core.states import with_values
+from lowvram.core.structure import BLOCKS, Structure
 from lowvram.knobs.adapter.adapted import Adapted
 from lowvram.knobs.adapter.layers import NAME, adapted, config_of, layers_of, linear_or_else_all, product_of, put_in
 from lowvram.knobs.adapter.nf4 import FourBit
@@ -60,29 +65,30 @@ class Lora(Frozen):
         needed = "none or freeze, or peft installed: pip install 'lowvram[hf]'"
         require(find_spec("peft") is not None, "adapter", type(self).__name__.lower(), needed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_PRODUCTS, Fact.STEADY_WEIGHTS, *({Fact.BLOCKS} if self.targets is None else ())})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.PLAIN_PRODUCTS, STEADY_WEIGHTS, *({BLOCKS} if self.targets is None else ())})
 
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.TRAINED_BLOCKS, *([Fact.NO_RANDOMNESS] if self.dropout else [])})
+    def breaks(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.TRAINED_BLOCKS, *([NO_RANDOMNESS] if self.dropout else [])})
 
     def reference(self) -> Lora:
         return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)
 
     def apply(self, rig: Rig) -> Rig:
-        layers, option = self.targeted(rig.task, rig.model).values(), f"adapter={type(self).__name__.lower()}"
+        layers, option = self.targeted(rig.structure).values(), f"adapter={type(self).__name__.lower()}"
         mend = "name other layers in adapter.targets, or choose adapter=freeze"
-        require_replaceable(rig.model, list(layers), rig.task.uncalled(rig.model), option, mend)
-        self.adapt(rig.task, rig.model)
+        require_replaceable(rig.model, list(layers), rig.structure.get(Uncalled()), option, mend)
+        self.adapt(rig.structure)
         return replace(rig, task=Adapted(rig.task, self.adapt))
 
-    def adapt(self, task: Task, model: nn.Module) -> None:
-        """Put the adapters into a model of the task."""
+    def adapt(self, known: Structure) -> None:
+        """Put the adapters into a model."""
+        model = known.model
         check_matches("adapter.train", self.train, leaves(model), "the model's layers")
         full = {name: layer for name, layer in leaves(model).items() if is_named(name, self.train)}
-        targets = {name: layer for name, layer in self.targeted(task, model).items() if name not in full}
+        targets = {name: layer for name, layer in self.targeted(known).items() if name not in full}
         require(bool(targets), "adapter.train", self.train, "fewer: no layer is left for an adapter")
-        in_blocks = layers_in_blocks(task, model)
+        in_blocks = layers_in_blocks(known)
         inner = put_in(model, targets, self.options())
         for layer in adapted(model).values():
             layer.lora_A[NAME].requires_grad_(self.train_a)
@@ -99,14 +105,14 @@ class Lora(Frozen):
         """The options of peft's LoraConfig."""
         return {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
 
-    def targeted(self, task: Task, model: nn.Module) -> dict[str, nn.Module]:
+    def targeted(self, known: Structure) -> dict[str, nn.Module]:
         """The layers that get an adapter, by name."""
         if self.targets is None:
-            layers = linear_or_else_all(layers_in_blocks(task, model))
+            layers = linear_or_else_all(layers_in_blocks(known))
             allowed = "none or freeze: the model's blocks have no layer that can carry an adapter"
             require(bool(layers), "adapter", type(self).__name__.lower(), allowed)
             return layers
-        layers = layers_of(model, task.head(model))
+        layers = layers_of(known.model, known.head)
         check_matches("adapter.targets", self.targets, layers, "linear layers and convolutions but the head")
         return {name: layer for name, layer in layers.items() if is_named(name, self.targets)}
 
@@ -136,10 +142,10 @@ def full_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in leaves(model).items() if trains(layer)}
 
 
-def layers_in_blocks(task: Task, model: nn.Module) -> dict[str, nn.Module]:
+def layers_in_blocks(known: Structure) -> dict[str, nn.Module]:
     """The layers of the blocks that can carry an adapter."""
-    inside = {module for block in task.blocks(model) for module in block.modules()}
-    return {name: layer for name, layer in layers_of(model, task.head(model)).items() if layer in inside}
+    inside = {module for block in known.blocks for module in block.modules()}
+    return {name: layer for name, layer in layers_of(known.model, known.head).items() if layer in inside}
 
 
 @final

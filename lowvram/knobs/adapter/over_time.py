@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.misfits import TAKES_PART
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import Rig
 from lowvram.core.stepper import Stepper, StepperAround, Update
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.adapter.parts import Frozen
 from lowvram.knobs.adapter.units import Units
 
@@ -32,8 +34,8 @@ class OverTime(Frozen):
     misfits = TAKES_PART
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BLOCKS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.SAME_PARAMS})
@@ -52,7 +54,7 @@ class OverTime(Frozen):
 
     def switched(self, rig: Rig, seed: int) -> Rig:
         """The rig whose stepper switches between units."""
-        units = Units(rig.model, rig.task.blocks(rig.model))
+        units = Units(rig.model, rig.structure.blocks)
         sizes = units.sizes
 
         def active_at(step: int) -> Active:

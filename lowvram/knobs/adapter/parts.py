@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.core.knob import Exactness, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 
 
 class Adapter(Knob):

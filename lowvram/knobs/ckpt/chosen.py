@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.ckpt.block import recompute
 
 
@@ -29,14 +33,14 @@ class RecomputeChosen(Knob):
         is_list = all(number >= 0 for number in numbers) and len(set(numbers)) == len(numbers)
         require(is_list, "ckpt.blocks", self.blocks, allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
         return replace(self, blocks=list(blocks)) if self.blocks is None else None
 
     def apply(self, rig: Rig) -> Rig:
-        blocks = rig.task.blocks(rig.model)
+        blocks = rig.structure.blocks
         numbers = range(len(blocks)) if self.blocks is None else self.blocks
         allowed = f"numbers from 0 to {len(blocks) - 1}, as this model has {len(blocks)} blocks"
         require(all(number < len(blocks) for number in numbers), "ckpt.blocks", self.blocks, allowed)

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 from lowvram.compat.torch_compiler import set_activation_budget
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.probes.draws import NO_RANDOMNESS
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
 
 
@@ -32,9 +36,9 @@ class CompilerBudget(Knob):
         allowed = "at least 0 (keep nothing) and below 1 (ckpt=none leaves the choice to the compiler)"
         require(0 <= self.budget < 1, "ckpt.budget", self.budget, allowed)
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         # Recomputation would draw new random numbers, so gradients would use another dropout mask (pytorch#190758).
-        return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS, Fact.STEADY_WEIGHTS})
+        return frozenset({Fact.COMPILED, NO_RANDOMNESS, STEADY_WEIGHTS})
 
     def apply(self, rig: Rig) -> Rig:
         set_activation_budget(self.budget)

@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.ckpt.block import recompute
 from lowvram.knobs.ckpt.chosen import RecomputeChosen
 from lowvram.knobs.ckpt.compiler import CompilerBudget
@@ -27,8 +31,8 @@ class RecomputeEvery(Knob):
     saves = Kind.ACTIVATIONS
     misfits = AGAIN
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def __post_init__(self) -> None:
         require(
@@ -39,7 +43,7 @@ class RecomputeEvery(Knob):
         )
 
     def apply(self, rig: Rig) -> Rig:
-        for block in rig.task.blocks(rig.model)[:: self.every]:
+        for block in rig.structure.blocks[:: self.every]:
             recompute(block)
         return rig
 

@@ -9,10 +9,14 @@ import math
 from dataclasses import dataclass
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.rig import Rig
 from lowvram.core.segments import Segments
+from lowvram.core.structure import BLOCKS
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,12 @@ class RecomputeSegments(Knob):
         allowed = "null (the square root of the number of blocks) or at least 1 (every block keeps its input)"
         require(self.segment is None or self.segment >= 1, "ckpt.segment", self.segment, allowed)
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         # The inputs of later blocks are computed when the weights of earlier ones aren't gathered.
-        return frozenset({Fact.EAGER, Fact.BLOCKS, Fact.STEADY_BLOCKS, Fact.WHOLE_PARAMS})
+        return frozenset({Fact.EAGER, BLOCKS, STEADY_BLOCKS, Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
-        blocks = rig.task.blocks(rig.model)
+        blocks = rig.structure.blocks
         segments = Segments(self.segment or round(math.sqrt(len(blocks))))
         for block in blocks:
             segments.recompute(block)

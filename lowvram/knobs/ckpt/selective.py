@@ -15,12 +15,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowvram.compat.torch_compiler import is_making_graph
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.fused import COSTLY
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.recomputed import as_first_called, has_backward, inputs_kept, is_recomputed_later
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.ckpt.kept import Keeping, Kept, Using
 
 
@@ -39,11 +43,11 @@ class Selective(Knob):
         allowed = "between 0 (no block) and 1 (every block)"
         require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def apply(self, rig: Rig) -> Rig:
-        blocks = rig.task.blocks(rig.model)
+        blocks = rig.structure.blocks
         num_treated = math.ceil(self.fraction * len(blocks))
         for index in range(num_treated):
             keep_products(blocks[index * len(blocks) // num_treated])

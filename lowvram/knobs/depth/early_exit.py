@@ -16,8 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
-from lowvram.core.rig import IGNORE, Part, Rig, Tail
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.probes.stated import TAIL, Tail
+from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.core.structure import BLOCKS, HEAD, Blocks, Structure, unless
+from lowvram.knobs.depth.same_shape import LEAVE_DEPTH
+
+
+def has_exits(known: Structure) -> bool:
+    tail = known.get(TAIL)
+    return tail is not None and len(tail.blocks) > 1
+
+
+EXITS = ModelFact("the head takes the output of an earlier block, too", unless(has_exits, LEAVE_DEPTH))
 
 
 @final
@@ -43,8 +55,8 @@ class EarlyExit(Knob):
         require(0 <= self.weight < torch.inf, "depth.weight", self.weight, "at least 0")
         require(0 <= self.threshold <= 1, "depth.threshold", self.threshold, "a probability, between 0 and 1")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BLOCKS, Fact.HEAD, Fact.EXITS, Fact.FULL_LOGITS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({BLOCKS, HEAD, EXITS, Fact.FULL_LOGITS})
 
     def reference(self) -> EarlyExit:
         """Itself: it decides what is learnt."""
@@ -55,10 +67,10 @@ class EarlyExit(Knob):
         return f"the loss of {num} counts {self.weight:g} times beside that of the whole model"
 
     def apply(self, rig: Rig) -> Rig:
-        tail = rig.task.tail(rig.model)
-        assert tail is not None  # Fact.EXITS
-        blocks = rig.task.blocks(rig.model)
-        exits = Exits(rig.model, tail, self.checked(blocks, tail), len(blocks), self.threshold)
+        known, tail = rig.structure, rig.structure.get(TAIL)
+        assert tail is not None  # EXITS
+        names = known.get(Blocks()).blocks
+        exits = Exits(rig.model, tail, self.checked(known, tail), len(names), self.threshold)
 
         def criterion(outputs: Any, part: Part) -> Tensor:
             if isinstance(outputs, Tensor):  # of an evaluation
@@ -73,13 +85,13 @@ class EarlyExit(Knob):
         }
         return replace(rig, criterion=criterion, eval_means={**rig.eval_means, **means})
 
-    def checked(self, blocks: Sequence[nn.Module], tail: Tail) -> dict[int, nn.Module]:
+    def checked(self, known: Structure, tail: Tail) -> dict[int, nn.Module]:
         """The blocks after which there is an exit, by their numbers. Raises BadInput if the head can't follow one."""
-        fitting = [number for number, block in enumerate(blocks) if block in tail.blocks[:-1]]
+        fitting = [number for number, name in enumerate(known.get(Blocks()).blocks) if name in tail.blocks[:-1]]
         numbers = fitting[len(fitting) // 2 :][:1] if self.exits is None else self.exits
         allowed = f"numbers of blocks that are as wide as the last one, and before it: of this model some of {fitting}"
         require(set(numbers) <= set(fitting), "depth.exits", numbers, allowed)
-        return {number: blocks[number] for number in numbers}
+        return {number: known.blocks[number] for number in numbers}
 
 
 @final
@@ -98,7 +110,8 @@ class Exits:
     def __init__(
         self, model: nn.Module, tail: Tail, exits: dict[int, nn.Module], num_blocks: int, threshold: float
     ) -> None:
-        self.model, self.call, self.tail, self.threshold = model, model.forward, tail, threshold
+        self.model, self.call, self.threshold = model, model.forward, threshold
+        self.to_logits = getattr(model, tail.method)
         self.shares = [(number + 1) / num_blocks for number in exits]
         self.states: dict[int, Tensor] = {}  # by the block's number, during a forward pass
         for number, block in exits.items():
@@ -114,7 +127,7 @@ class Exits:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         whole = self.call(*inputs, **named)
-        earlier = [self.tail.call(state) for _, state in sorted(self.states.items())]
+        earlier = [self.to_logits(state) for _, state in sorted(self.states.items())]
         self.states.clear()
         if self.model.training:
             return (whole, *earlier)

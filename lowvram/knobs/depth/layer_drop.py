@@ -18,14 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.heaviest import extremes
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.seeds import generator_for
+from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
 from lowvram.knobs.depth.first_tensor import first_tensor
+from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape
 
 Fix = Callable[[], None]  # one of `Rig.heaviest`
+
+
+SKIPPABLE = ModelFact(
+    "the inputs of several blocks can stand in for their outputs",
+    unless(lambda known: len(known.get(SameShape())) > 1, LEAVE_DEPTH),
+)
 
 
 @final
@@ -44,8 +54,8 @@ class LayerDrop(Knob):
     def __post_init__(self) -> None:
         require(self.count >= 1, "depth.count", self.count, "at least 1 (depth=none skips no block)")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BLOCKS, Fact.SKIPPABLE})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({BLOCKS, SKIPPABLE})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK})
@@ -59,10 +69,10 @@ class LayerDrop(Knob):
         return f"{blocks} skipped in each step, drawn anew (none in evaluations)"
 
     def apply(self, rig: Rig) -> Rig:
-        found = rig.task.same_shape_blocks(rig.model)
+        found = rig.structure.get(SameShape())
         allowed = f"less than {len(found)}, the number of this model's blocks that can be skipped"
         require(self.count < len(found), "depth.count", self.count, allowed)
-        gates = [Gate(block, num_outputs) for block, num_outputs in found.items()]
+        gates = [Gate(rig.model.get_submodule(name), num_outputs) for name, num_outputs in found.items()]
         for gate in gates:
             gate.block.forward = gate
         return rig.then_over_time(partial(self.with_draws, gates))
@@ -97,7 +107,7 @@ class Gate:
     every step.
 
     Args:
-        num_outputs: as `Task.same_shape_blocks` counts them.
+        num_outputs: as `SameShape` counts them.
     """
 
     def __init__(self, block: nn.Module, num_outputs: int) -> None:

@@ -19,12 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.probes import stated
+from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.seeds import generator_for
+from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
 from lowvram.knobs.depth.first_tensor import first_tensor
+from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape
+
+BRANCHES = ModelFact(
+    "the task knows what blocks add to their inputs",
+    unless(lambda known: known.get(stated.BRANCHES) or known.get(SameShape()), LEAVE_DEPTH),
+)
 
 
 @final
@@ -42,11 +52,11 @@ class StochasticDepth(Knob):
     def __post_init__(self) -> None:
         require(0 <= self.rate < 1, "depth.rate", self.rate, "at least 0 and less than 1")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BLOCKS, Fact.BRANCHES})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({BLOCKS, BRANCHES})
 
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.FIXED_BLOCKS, Fact.SEPARATE_SAMPLES})
+    def breaks(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES})
 
     def reference(self) -> StochasticDepth:
         """Itself: it decides what is learnt."""
@@ -72,10 +82,10 @@ class StochasticDepth(Knob):
 def branches_of(rig: Rig) -> list[list[Branch]]:
     """Of each block its branches, from now on patched. Of a model whose code isn't lowvram's the blocks themselves:
     what they add is how they change what they are given."""
-    known = rig.task.branches(rig.model)
-    if known:
-        return [[Added(module) for module in of_block] for of_block in known]
-    return [[Changed(block)] for block in rig.task.same_shape_blocks(rig.model)]
+    known = rig.structure
+    if of_blocks := known.get(stated.BRANCHES):
+        return [[Added(module) for module in known.modules(names)] for names in of_blocks]
+    return [[Changed(block)] for block in known.modules(known.get(SameShape()))]
 
 
 class Branch(ABC):

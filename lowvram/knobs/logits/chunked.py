@@ -25,19 +25,32 @@ from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
 from lowvram.core import host
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.gradient_sink import GradientSink, SinkOf, no_sink
 from lowvram.core.host_weights import visiting
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.lookup import Handover
 from lowvram.core.misfits import ONCE
+from lowvram.core.probes.stated import HAS_SOFT_TARGETS
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.soft_targets import SoftTargets
+from lowvram.core.structure import HEAD, unless
 from lowvram.knobs.logits.streamed import StreamedCrossEntropy
 from lowvram.knobs.logits.tied import Tie
 from lowvram.knobs.logits.tile import FP16_SCALE, Tiles, classes_of_a_tile, scaled
 from lowvram.knobs.logits.weight_gradient import InOneTensor, IntoSink, SecondPass, SumOverChunks
 
 SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
+
+
+HARD_TARGETS = ModelFact(
+    "the loss compares with targets alone",
+    unless(
+        lambda known: not known.get(HAS_SOFT_TARGETS),
+        "this task has a teacher, whose predictions count, too: choose logits=chunked",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -66,15 +79,15 @@ class ChunkedLogits(Knob):
     def __post_init__(self) -> None:
         require(self.chunk_tokens >= 1, "logits.chunk_tokens", self.chunk_tokens, "at least 1")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.HEAD})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({HEAD})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FULL_LOGITS})
 
     def apply(self, rig: Rig) -> Rig:
-        head = rig.task.head(rig.model)
-        assert head is not None  # Fact.HEAD
+        head = rig.structure.head
+        assert head is not None  # HEAD
         head.forward = lambda input: input  # so the model returns hidden states, however it is called or compiled
         if isinstance(rig.model, FSDPModule) and len(rig.trainable) < len(list(rig.model.parameters())):
             rig.model.register_forward_hook(torch.compiler.disable(with_gradient), prepend=True)  # pyright: ignore[reportArgumentType]
@@ -100,8 +113,8 @@ class TiledLogits(ChunkedLogits):
 
     sums_weights = False
 
-    def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.HARD_TARGETS}
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | {HARD_TARGETS}
 
 
 def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:

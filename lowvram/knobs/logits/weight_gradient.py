@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.host_weights import HostGradient
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.knobs.logits.tile import Tiles, scaled
 

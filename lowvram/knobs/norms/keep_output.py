@@ -20,15 +20,24 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.layers import layer_norms, rms_norms
 from lowvram.core.misfits import ONCE
 from lowvram.core.rig import Rig
 from lowvram.core.stepper import Stepper, StepperAround
+from lowvram.core.structure import unless
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 
 MOST_SHIFT = 4.0  # of a bias to its weight: the rounding of an output is multiplied by up to one more than that
 MOST_KEPT = 0.5  # share of its places that a norm keeps beside its output; with more it keeps its input
+
+
+NORMS = ModelFact(
+    "the model has layer norms or RMS norms",
+    unless(lambda known: layer_norms(known.model) or rms_norms(known.model), "this model has none: leave norms=input"),
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,8 @@ class KeepOutput(Knob):
     }
     saves = Kind.ACTIVATIONS
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.NORMS, Fact.WHOLE_PARAMS, Fact.OWN_FORMAT, Fact.EVERY_OPERATOR, Fact.EXACT_ACTIVATIONS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({NORMS, Fact.WHOLE_PARAMS, Fact.OWN_FORMAT, Fact.EVERY_OPERATOR, Fact.EXACT_ACTIVATIONS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED})

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.saved import Keeper, criterion_with, forward_with
 from lowvram.knobs.offload.buffers import Pool, in_file, in_host_memory

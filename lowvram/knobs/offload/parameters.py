@@ -20,8 +20,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import ONCE
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous
@@ -49,8 +53,8 @@ class Parameters(Knob):
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.ONE_RANK, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE, Fact.STEADY_WEIGHTS})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.ONE_RANK, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
@@ -63,8 +67,8 @@ class Parameters(Knob):
         accept_views()
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
         make_contiguous(rig.model)
-        blocks = rig.task.blocks(rig.model)
-        tables = keep_tables_on_host(rig.model, rig.task.head(rig.model), blocks, mesh, policy.pin_memory)
+        blocks = rig.structure.blocks
+        tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, mesh, policy.pin_memory)
         for module in [*blocks, rig.model]:
             arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
             fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=tables)

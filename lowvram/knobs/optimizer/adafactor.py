@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import (
     STEP,

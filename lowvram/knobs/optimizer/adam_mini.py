@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.adam import AdamKnob

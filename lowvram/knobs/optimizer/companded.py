@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.companding import Companded, Root, Softsign

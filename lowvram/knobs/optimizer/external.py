@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.importing import check_args, import_object
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.rates import note_rates
 from lowvram.core.rig import Rig
 from lowvram.core.untouched import marking

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
 from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, rank_of, unlying
 from lowvram.knobs.optimizer.matrices import LINEAR_AND_CONVOLUTIONS, MatrixKnob, PerParameterOptimizer, numbered
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
 from lowvram.compat.torchao import new_moment, part_of_moment
-from lowvram.core.knob import Exactness, Fact, Kind, Knob
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.scratch import CompiledUpdate

@@ -52,7 +52,7 @@ class MatrixKnob(AdamKnob, ABC):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        roles = roles_of(rig.model, known_last_weights(rig.task, rig.model, f"optimizer={self.rule}"), self.layers)
+        roles = roles_of(rig.model, known_last_weights(rig.structure, f"optimizer={self.rule}"), self.layers)
         return replace(rig, make_optimizer=partial(self.make, roles=roles, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], roles: Roles, policy: RoundingPolicy | None = None) -> Optimizer:

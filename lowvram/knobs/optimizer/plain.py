@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
 from lowvram.knobs.optimizer.adam import AdamKnob

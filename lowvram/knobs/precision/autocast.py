@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.misfits import of_format
 from lowvram.core.rig import Part, Rig
 from lowvram.core.stepper import Stepper, StepperAround, Update

@@ -21,10 +21,13 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.layers import has_own_forward
 from lowvram.core.misfits import of_format
 from lowvram.core.places import is_batch_norm
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.references import aliases
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import Rounding, Stochastic
@@ -44,9 +47,9 @@ class Bf16Weights(Knob, ABC):
         of_format("BFloat16"): "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
     }
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         # One weight at a time is updated in fp32.
-        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
+        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FP32_WEIGHTS})

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import final
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rounding import Rounding, Split
 from lowvram.knobs.precision.bf16_pure import Bf16Weights
 
@@ -24,8 +25,8 @@ class Bf16Split(Bf16Weights):
     def __post_init__(self) -> None:
         require(self.correction_bits in (8, 16), "precision.correction_bits", self.correction_bits, "8 or 16")
 
-    def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.STEADY_WEIGHTS}  # who writes into a weight knows nothing of its correction
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | {STEADY_WEIGHTS}  # who writes into a weight knows nothing of its correction
 
     def breaks(self) -> frozenset[Fact]:
         return super().breaks() | {Fact.UNSPLIT_WEIGHTS}

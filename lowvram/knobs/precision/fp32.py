@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.rig import Rig
 
 MATRICES: Any = torch.backends.cuda.matmul

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import become
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import has_own_forward, owns_weight
 from lowvram.core.quiet import quiet
@@ -42,7 +43,7 @@ class Fp8(Knob):
         return frozenset({Fact.OWN_FORMAT})
 
     def apply(self, rig: Rig) -> Rig:
-        convert(rig.model, known_last_weights(rig.task, rig.model, "precision=fp8"))
+        convert(rig.model, known_last_weights(rig.structure, "precision=fp8"))
         rig.model.forward = under_autocast(rig.model.forward, rig.device.type)
         return rig
 

@@ -25,7 +25,7 @@ from lowvram.core import host
 from lowvram.core.copies import original
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.layers import is_transposed
 from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.knobs.sparsity.masks import Mask, Rule
 from lowvram.knobs.sparsity.selection import LOWEST, Piece, ascending, choose_lowest, rows_of

@@ -11,10 +11,14 @@ from torch import nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.config.errors import BadInput, require
-from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.names import check_matches, is_named
-from lowvram.core.rig import Rig, Task
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
+from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS, Structure
 from lowvram.knobs.sparsity.masks import Mask, Masking, Rule, masked_share
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -27,9 +31,9 @@ class Sparsity(Knob):
 
     stage = Stage.OPTIMIZER
 
-    def layers_with_masks(self, task: Task, model: nn.Module) -> Mapping[str, Any]:
+    def layers_with_masks(self, known: Structure) -> Mapping[str, Any]:
         """The layers whose weights have masks, by name."""
-        del task, model
+        del known
         return {}
 
     def missed(self, state: Mapping[str, Any]) -> str | None:
@@ -69,13 +73,11 @@ class Masked(Sparsity):
         allowed = "null (train.steps) or at least 1"
         require(self.steps is None or self.steps >= 1, "sparsity.steps", self.steps, allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        blocks = {Fact.BLOCKS} if self.layers is None else set()
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        blocks = {BLOCKS} if self.layers is None else set()
         # Zeroth-order steps move masked weights away from 0, and count on it that an update moves them back.
         trained = {Fact.TRAINED_BLOCKS, Fact.SAME_PARAMS, Fact.PLAIN_BACKWARD}
-        return frozenset(
-            {Fact.WHOLE_PARAMS, Fact.STEADY_WEIGHTS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, *trained, *blocks}
-        )
+        return frozenset({Fact.WHOLE_PARAMS, STEADY_WEIGHTS, SEPARATE_MEMORY, REAL_WEIGHTS, *trained, *blocks})
 
     def reference(self) -> Self:
         """Itself: it decides which weights are learnt."""
@@ -91,10 +93,10 @@ class Masked(Sparsity):
     def num_steps(self) -> int:
         return self.steps or UNKNOWN_STEPS
 
-    def layers_with_masks(self, task: Task, model: nn.Module) -> Mapping[str, Any]:
-        layers = layers_of(model)
+    def layers_with_masks(self, known: Structure) -> Mapping[str, Any]:
+        layers = layers_of(known.model)
         if self.layers is None:
-            found = in_blocks(task, model, layers)
+            found = in_blocks(known, layers)
         else:
             check_matches("sparsity.layers", self.layers, layers, "linear layers and convolutions")
             found = {name: layer for name, layer in layers.items() if is_named(name, self.layers)}
@@ -104,7 +106,7 @@ class Masked(Sparsity):
         return found
 
     def apply(self, rig: Rig) -> Rig:
-        masks = [Mask(name, layer) for name, layer in self.layers_with_masks(rig.task, rig.model).items()]
+        masks = [Mask(name, layer) for name, layer in self.layers_with_masks(rig.structure).items()]
         allowed = "the number of updates, where no train.steps gives it: set sparsity.steps, or call `for_steps`"
         require(self.steps is not None or is_fake(masks[0].masked), "sparsity.steps", self.steps, allowed)
         masking = Masking(masks, self.rule(masks))
@@ -147,12 +149,12 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in layers if first[layer.weight] == (name, layer)}
 
 
-def in_blocks(task: Task, model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
+def in_blocks(known: Structure, layers: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the layers that are in the model's blocks and share no weight with an embedding or the head: so neither
     the first layer nor the last."""
-    inside = {module for block in task.blocks(model) for module in block.modules()}
-    elsewhere = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    if (head := task.head(model)) is not None:
+    inside = {module for block in known.blocks for module in block.modules()}
+    elsewhere = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
+    if (head := known.head) is not None:
         elsewhere.add(head.weight)
     return {name: layer for name, layer in layers.items() if layer in inside and layer.weight not in elsewhere}
 

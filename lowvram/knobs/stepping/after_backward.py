@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rates import set_rates
 from lowvram.core.rig import Rig, is_finite
 from lowvram.core.rounding import forget

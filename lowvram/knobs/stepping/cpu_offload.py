@@ -19,8 +19,12 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.copies import register_copy
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.hooks import when_accumulated
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rates import set_rates
 from lowvram.core.rig import MakeOptimizer, Rig, is_finite
 from lowvram.core.rounding import forget
@@ -49,10 +53,8 @@ class CpuOffload(Knob):
         fraction, allowed = self.offload_fraction, "between 0 (all state on the device) and 1 (all on the host)"
         require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset(
-            {Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.STEADY_WEIGHTS}
-        )
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

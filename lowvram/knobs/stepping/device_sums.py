@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowvram.core.gradient_sink import GradientSink
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.seeds import seed_of

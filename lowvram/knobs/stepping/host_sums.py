@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core import host
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.copy_streams import Link, link_to

@@ -14,10 +14,13 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.ledger import announce
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.shards import local
 from lowvram.core.stepper import Update
@@ -85,10 +88,10 @@ class InBackward(Knob):
     def __post_init__(self) -> None:
         check_clip(self.clip)
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
         compiled = {Fact.KERNEL_COMPILER} if self.sums is not SumsIn.host else set()
-        separate = {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS}
+        separate = {Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS}
         return frozenset({Fact.PLAIN_BACKWARD, *separate, *walked_twice, *compiled})
 
     def breaks(self) -> frozenset[Fact]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.fused import fused
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.rounding import bits_at_random
 

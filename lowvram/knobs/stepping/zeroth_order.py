@@ -15,8 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.ledger import announce
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, is_finite
 from lowvram.core.seeds import generator_for
@@ -50,15 +54,15 @@ class ZerothOrder(Knob):
         check_clip(self.clip)
         require(0 < self.eps < math.inf, "stepping.eps", self.eps, "above 0")
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset(
             {
                 Fact.SEPARATE_UPDATES,
-                Fact.SEPARATE_MEMORY,
-                Fact.REAL_WEIGHTS,
+                SEPARATE_MEMORY,
+                REAL_WEIGHTS,
                 Fact.WHOLE_PARAMS,
                 Fact.FP32_WEIGHTS,
-                Fact.STEADY_WEIGHTS,
+                STEADY_WEIGHTS,
             }
         )
 

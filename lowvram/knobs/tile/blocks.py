@@ -16,10 +16,15 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import ONCE
+from lowvram.core.probes.calls import is_per_sample
+from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES, SeparateBlocks
 from lowvram.core.repeat import Repeatable
-from lowvram.core.rig import Rig, is_per_sample
+from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
 
 
@@ -38,14 +43,15 @@ class TiledBlocks(Knob):
     def __post_init__(self) -> None:
         require(self.samples >= 1, "tile.samples", self.samples, "at least 1")
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.SEPARATE_SAMPLES})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, SEPARATE_SAMPLES})
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.ACTIVATIONS: 110}  # the last: with ckpt=every1 it saves only where a part has more samples
 
     def apply(self, rig: Rig) -> Rig:
-        for block, num_outputs in rig.task.separate_blocks(rig.model).items():
+        for name, num_outputs in rig.structure.get(SeparateBlocks()).items():
+            block = rig.model.get_submodule(name)
             block.forward = Tiled(block, block.forward, num_outputs, self.samples)
         return rig
 
@@ -55,7 +61,7 @@ class Tiled:
     """A block that computes its samples in chunks. With at most `samples` samples it is as it was.
 
     Args:
-        num_outputs: as `Task.separate_blocks` counts them.
+        num_outputs: as `SeparateBlocks` counts them.
     """
 
     def __init__(self, block: nn.Module, forward: Any, num_outputs: int, samples: int) -> None:

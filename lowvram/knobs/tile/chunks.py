@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.config.errors import Incompatible
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, itself, recomputed_later
 from lowvram.core.repeat import Repeatable

@@ -14,11 +14,16 @@ from typing import final
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import ONCE
+from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.repeat import Repeatable
-from lowvram.core.rig import Rig, token_dim
+from lowvram.core.rig import Rig
+from lowvram.core.structure import BLOCKS
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
+from lowvram.knobs.tile.mlps import MLPS, Mlps, token_dim
 
 
 @dataclass(frozen=True)
@@ -39,19 +44,18 @@ class TiledMLP(Knob):
         allowed = "null (the usual names) or a list of at least one name"
         require(self.names is None or bool(self.names), "tile.names", "[]", allowed)
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset(
-            {Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS, *([Fact.MLPS] if self.names is None else [])}
-        )
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS, *([MLPS] if self.names is None else [])})
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.ACTIVATIONS: 100}  # late: it saves only where a part has more than `tokens` tokens
 
     def apply(self, rig: Rig) -> Rig:
-        mlps = rig.task.mlps(rig.model, self.names)
+        mlps = rig.structure.get(Mlps() if self.names is None else Mlps(tuple(self.names)))
         allowed = "names, inside the blocks, of what computes each token from that token alone"
         require(bool(mlps), "tile.names", self.names, allowed)
-        for owner, method in mlps:
+        for name, method in mlps:
+            owner = rig.model.get_submodule(name)
             setattr(owner, method, Tiled(Inner(Repeatable(owner), getattr(owner, method)), self.tokens))
         return rig
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
 from lowvram.core.assemble import bare_model
-from lowvram.core.rig import is_per_sample
+from lowvram.core.probes.calls import calls_of, is_per_sample
+from lowvram.core.structure import Blocks
 from lowvram.data.spec import TEXTS
-from lowvram.models.sample_finder import calls_of
 from lowvram.tasks import Problem
 
 WEIGHT, CHOSEN = "task.feature_weight", "task.features"
@@ -97,8 +97,7 @@ def calls_in(problem: Problem) -> dict[Call, Shape | None]:
     """The calls of the model's blocks, in their order, each with the shape of what it returns for one sample, of texts
     for the first tokens alone; None where that isn't of one sample. Found without memory; empty if that fails."""
     model = bare_model(problem)
-    name_of = {module: name for name, module in model.named_modules()}
-    names = [name_of[block] for block in problem.blocks(model)]
+    names = problem.structure(model).get(Blocks()).blocks
     try:
         uses = calls_of(model, problem.call, problem.short_inputs(2), names)
     except Exception:  # of code that we don't know: its blocks aren't known

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import Settings
+from lowvram.core.probes.stated import HAS_SOFT_TARGETS
 from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.core.structure import Stating
 from lowvram.core.values import materialise
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec
@@ -144,8 +146,8 @@ class Distilled(Problem):
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         return self.plain.scores(loss, accuracy)
 
-    def has_soft_targets(self) -> bool:
-        return True
+    def stated(self) -> Stating:
+        return {**self.plain.stated(), HAS_SOFT_TARGETS: lambda known: True}
 
     def with_teacher(self, rig: Rig) -> Rig:
         if self.cache is not None:
@@ -156,7 +158,7 @@ class Distilled(Problem):
         new = replace(rig, teacher=asked.model, move=lambda part: asked(rig.move(part)))
         if not self.matches:
             return new
-        compared = Compared(rig.task.blocks(rig.model), self.matches)
+        compared = Compared(rig.structure.blocks, self.matches)
         return replace(new, forward=partial(compared.forward, rig))
 
     def with_added_loss(self, rig: Rig) -> Rig:
@@ -183,13 +185,13 @@ class Asked:
 
     def __init__(self, problem: Problem, model: nn.Module, config: Distill, matches: Matches) -> None:
         self.problem, self.model, self.config = problem, model, config
-        blocks = problem.blocks(model) if matches else []
+        blocks = problem.structure(model).blocks if matches else []
         narrowing = Narrowing(matches.values())
         if matches:
             materialise(narrowing, fill_directions, next(model.parameters()).device)
             model.add_module(NARROWING, narrowing)  # so that its memory counts with the teacher's
         self.watched = Watched(blocks, matches, narrowing)
-        self.head = problem.head(model)
+        self.head = problem.structure(model).head
         if self.head is not None:
             self.head.forward = lambda input: input  # so the model returns hidden states
 

@@ -98,7 +98,7 @@ class TrainedValues:
 
 def width_of_logits(problem: Problem) -> int:
     """How many classes the model has logits for, which may be more than the data have."""
-    head = problem.head(bare_model(problem))
+    head = problem.structure(bare_model(problem)).head
     return problem.spec.num_classes if head is None else head.out_features
 
 

@@ -13,7 +13,8 @@ import torch
 
 from lowvram.core import host
 from lowvram.core.heaviest import fix_heaviest
-from lowvram.core.knob import Kind, is_compiled
+from lowvram.core.kind import Kind
+from lowvram.core.knob import is_compiled
 from lowvram.core.ledger import ledger
 from lowvram.core.peak import Peak
 from lowvram.core.phases import BETWEEN, with_phases

@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.planning.memory.replay import FREE
 

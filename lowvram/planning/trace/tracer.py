@@ -22,7 +22,9 @@ from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
-from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.rig import Part, Rig
@@ -112,10 +114,10 @@ class DeclarationsOnly(Knob):
 
     stage = Stage.PROCESS
 
-    def needs(self) -> frozenset[Fact]:
+    def needs(self) -> frozenset[Fact | ModelFact]:
         return self.knob.needs()
 
-    def breaks(self) -> frozenset[Fact]:
+    def breaks(self) -> frozenset[Fact | ModelFact]:
         return self.knob.breaks()
 
     def apply(self, rig: Rig) -> Rig:

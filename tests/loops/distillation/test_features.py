@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE, Part
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
@@ -73,9 +74,9 @@ def loss_by_hand(model: str, student: nn.Module, teacher: nn.Module, part: Part,
     """The mean loss over targets, as the docs have it, written plainly."""
     alpha, t = FAR
     problem, counts = PROBLEMS[model], part.targets != IGNORE
-    logits, ours = states_of(problem, student, part, problem.blocks(student))
+    logits, ours = states_of(problem, student, part, problem.structure(student).blocks)
     with torch.no_grad():
-        wanted, theirs = states_of(DEEPER[model], teacher, part, DEEPER[model].blocks(teacher))
+        wanted, theirs = states_of(DEEPER[model], teacher, part, DEEPER[model].structure(teacher).blocks)
     rows, targets = counts.flatten(), part.targets.flatten()
     loss = (1 - alpha) * F.cross_entropy(logits[rows], targets[rows])
     p, q = (torch.log_softmax(each / t, -1)[rows] for each in (logits, wanted))
@@ -90,7 +91,7 @@ def test_loss_and_gradients_are_those_of_a_reference_by_hand(model: str, logits:
     rig = assemble(InDoubleWithTeacher(matched(model)), knobs_of(logits=logits), CPU)
     plain = assemble(InDoubleWithTeacher(matched(model, feature_weight=0.0)), knobs_of(), CPU)
     assert plain.teacher is not None
-    DEEPER[model].head(plain.teacher).__dict__.pop("forward")  # pyright: ignore[reportOptionalMemberAccess] # so it is asked, too
+    DEEPER[model].structure(plain.teacher).head.__dict__.pop("forward")  # pyright: ignore[reportOptionalMemberAccess] # so it is asked, too
     part = make_batch(PROBLEMS[model].spec, 6, dtype=torch.float64)
     wanted = loss_by_hand(model, plain.model, plain.teacher, part, WEIGHTS[model])
     wanted.backward()
@@ -112,7 +113,7 @@ def test_without_weight_no_bit_changes(model: str, logits: str | ChunkedLogits) 
     assert relative_error(found.parameters, wanted.parameters) == 0
     rig = assemble(without, knobs_of(logits=logits), CPU)
     assert rig.move(make_batch(without.spec, 4)).soft.features is None
-    assert not any(block._forward_hooks for block in without.blocks(rig.model))
+    assert not any(block._forward_hooks for block in without.structure(rig.model).blocks)
     other = train(matched(model), knobs_of(logits=logits), SIZES)
     assert relative_error(other.parameters, wanted.parameters) > 1e-4
 
@@ -231,7 +232,7 @@ def test_an_evaluation_compares_nothing() -> None:
 
 def test_blocks_that_call_no_hook_are_noticed() -> None:
     rig = assemble(matched("transformer"), knobs_of(), CPU)
-    for block in PROBLEMS["transformer"].blocks(rig.model):
+    for block in PROBLEMS["transformer"].structure(rig.model).blocks:
         block._forward_hooks.clear()
     with pytest.raises(RuntimeError, match="the model called no hook"):
         step(rig, make_batch(PROBLEMS["transformer"].spec, 4))
@@ -289,8 +290,8 @@ def test_outputs_of_another_width_are_compared_along_fixed_directions(model: str
     again, other = (assemble(InDoubleWithTeacher(task), knobs_of(), CPU) for task in tasks)
     assert again.teacher is not None
     with torch.no_grad():
-        _, ours = states_of(PROBLEMS[model], other.model, part, PROBLEMS[model].blocks(other.model))
-        _, theirs = states_of(wider, plain.teacher, part, wider.blocks(plain.teacher))
+        _, ours = states_of(PROBLEMS[model], other.model, part, PROBLEMS[model].structure(other.model).blocks)
+        _, theirs = states_of(wider, plain.teacher, part, wider.structure(plain.teacher).blocks)
     directions = dict(again.teacher.get_submodule(NARROWING).named_buffers())
     each = []
     for mine, his in zip(ours, theirs, strict=True):

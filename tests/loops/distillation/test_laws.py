@@ -9,7 +9,7 @@ import torch
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.rig import loss_of
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules import module
 
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.loops.profiling.post_run import post_run

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowvram.core.device import Card
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.precision import Bf16Split
 from lowvram.models.transformer import TransformerConfig

@@ -15,7 +15,7 @@ from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core.device import Card, card_of
-from lowvram.core.knob import Kind
+from lowvram.core.kind import Kind
 from lowvram.planning.memory.segments import rounded_up
 from lowvram.planning.target import Target
 from lowvram.planning.trace.attention_scratch import num_parts_of

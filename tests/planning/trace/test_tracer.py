@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
-from lowvram.core.knob import Fact, Kind, Knob, is_compiled
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, is_compiled
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -235,8 +237,7 @@ class Asking(nn.Module):
     def __init__(self, inner: nn.Module, ask: Any) -> None:
         super().__init__()
         self.inner, self.ask = inner, ask
-        self.head, self.repeated_blocks, self.initialise = inner.head, inner.repeated_blocks, inner.initialise
-        self.tail = inner.tail
+        self.head, self.initialise = inner.head, inner.initialise
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.inner(tokens)

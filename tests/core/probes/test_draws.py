@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowvram.core.generators import seed_all
-from lowvram.models.draw_finder import find_draw
+from lowvram.core.probes.draws import find_draw
 from tests import restless
 from tests.restless import DRAWING, WIDTH, Net
 

@@ -3,34 +3,46 @@
 Two forward passes on fake tensors, of two and of three samples, show which arguments of a block have a row for each
 sample. Then each kind of block runs on two samples, one of them NaN, with all its weights zero: NaN spreads to every
 output that depends on it, whatever the weights. It runs as in an evaluation, where nothing is dropped, and as in
-training, where some compare samples. What NaN doesn't pass through, alone_check.py sees.
+training, where some compare samples. What NaN doesn't pass through, alone.py sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
+from lowvram.compat.torch_trees import tree_unflatten
+from lowvram.core.fact import ModelFact
 from lowvram.core.generators import same_draws_afterwards
-from lowvram.core.rig import is_per_sample
-from lowvram.models.alone_check import Call, is_same_alone
-from lowvram.models.fake_pass import fake_pass
-from lowvram.models.mlp_finder import with_zeros
+from lowvram.core.probes.alone import Call, is_same_alone, with_zeros
+from lowvram.core.probes.calls import Use, is_per_sample, uses_of
+from lowvram.core.structure import Probe, Structure, unless
 
 
-class Use(NamedTuple):
-    """How a block was called: its arguments as leaves, fake, and their nesting; what it returned."""
+@final
+@dataclass(frozen=True)
+class SeparateBlocks(Probe[dict[str, int]]):
+    """The names of the blocks that compute each sample from that sample alone, told apart from what all samples share
+    by `is_per_sample`, and how many values each returns: 0 for a tensor (samples, ...); else the length of a tuple that
+    begins with such a tensor and else holds None. Empty if they aren't known."""
 
-    leaves: Sequence[Any]
-    nesting: Any
-    output: Any
+    def find(self, known: Structure) -> dict[str, int]:
+        return find_separate_blocks(known.model, known.call, known.short_example, known.blocks)
+
+
+SEPARATE_SAMPLES = ModelFact(
+    "the blocks compute each sample from that sample alone",
+    unless(
+        lambda known: known.get(SeparateBlocks()),
+        "not known of this model: leave tile=none, and choose ckpt and accum",
+    ),
+)
 
 
 def find_separate_blocks(
@@ -40,7 +52,7 @@ def find_separate_blocks(
     blocks: Sequence[nn.Module],
 ) -> dict[str, int]:
     """The dotted names of the blocks that keep samples apart, and how many values each returns, as
-    `Task.separate_blocks` counts them. The model may be on any device and isn't changed.
+    `SeparateBlocks` counts them. The model may be on any device and isn't changed.
 
     Args:
         call: calls the model on inputs and returns its outputs.
@@ -67,40 +79,6 @@ def find_separate_blocks(
         if verdicts[kind]:
             found[name] = 0 if isinstance(use.output, Tensor) else len(use.output)
     return {name: found[name] for name in names if name in found}
-
-
-def uses_of(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
-) -> dict[str, Use]:
-    """How one forward pass calls the blocks; of one that is called several times, the last time."""
-    return dict(calls_of(model, call, inputs, names))
-
-
-def calls_of(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
-) -> list[tuple[str, Use]]:
-    """The calls of the blocks in one forward pass, in their order."""
-    calls: list[tuple[str, Use]] = []
-
-    def watched(copy: nn.Module, fake: Any) -> None:
-        for name in names:
-            watch(copy.get_submodule(name), name, calls)
-        call(copy, fake)
-
-    fake_pass(model, watched, inputs, guesses=False)
-    return calls
-
-
-def watch(block: nn.Module, name: str, calls: list[tuple[str, Use]]) -> None:
-    forward = block.forward
-
-    @wraps(forward)
-    def watched(*inputs: Any, **named: Any) -> Any:
-        output = forward(*inputs, **named)
-        calls.append((name, Use(*tree_flatten((inputs, named)), output)))
-        return output
-
-    block.forward = watched
 
 
 def has_rows(of_two: Use, of_three: Use) -> bool:

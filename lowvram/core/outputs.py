@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.errors import BadInput
-from lowvram.config.texts import first_line
-from lowvram.core.misfits import brief
+from lowvram.config.texts import brief, first_line
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 

@@ -8,6 +8,7 @@ weight. One forward pass on fake tensors tells; a weight's version wouldn't, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, UntypedStorage, nn
@@ -15,7 +16,9 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import hooks_of
 from lowvram.compat.torch_ops import schema_of
-from lowvram.models.fake_pass import fake_pass, tell_untried
+from lowvram.core.fact import ModelFact
+from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.structure import Probe, Structure
 
 # Packages whose modules write into no weight, but for the following, and by hooks and forward passes that others give
 # to a module.
@@ -28,6 +31,29 @@ class Written(NamedTuple):
 
     anywhere: str | None = None
     in_blocks: str | None = None  # while a block computes
+
+
+@final
+@dataclass(frozen=True)
+class WrittenWeights(Probe[Written]):
+    """Which weights a forward pass writes into."""
+
+    def find(self, known: Structure) -> Written:
+        return find_written(known.model, known.call, known.short_example(2), known.blocks)
+
+
+def remedy_for(name: str | None) -> str | None:
+    remedy = "compute a new tensor from it there, or choose another option"
+    return None if name is None else f"it writes into {name}: {remedy}"
+
+
+STEADY_WEIGHTS = ModelFact(
+    "a forward pass leaves the weights as they are", lambda known: remedy_for(known.get(WrittenWeights()).anywhere)
+)
+STEADY_BLOCKS = ModelFact(
+    "a block's forward pass leaves its weights as they are",
+    lambda known: remedy_for(known.get(WrittenWeights()).in_blocks),
+)
 
 
 def find_written(

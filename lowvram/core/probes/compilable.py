@@ -8,6 +8,7 @@ each step, and its backward pass reads tensors that the forward pass has changed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,27 +19,47 @@ from lowvram.compat.torch_modules import BatchNorm, own_buffers
 from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.places import containers_in, tensors_in
+from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.writes import Writes
 from lowvram.core.repeat import First, Repeatable
-from lowvram.models.fake_pass import fake_pass, tell_untried
-from lowvram.models.write_finder import Writes
+from lowvram.core.structure import Probe, Structure
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of a BatchNorm
 
 
-class Deeds(NamedTuple):
+class Obstacles(NamedTuple):
     """What a forward pass does, as a clause for messages; None: no such thing."""
 
     unrepeatable: str | None = None  # a compiled graph could not compute the block again
     uncompilable: str | None = None  # a compiled graph would be wrong
 
 
-def find_deeds(
+@final
+@dataclass(frozen=True)
+class CompileObstacles(Probe[Obstacles]):
+    """What a forward pass does that compiled graphs can't repeat, or would get wrong.
+
+    Args:
+        repeats_blocks: whether blocks may be computed again.
+        compiles_blocks: whether each block is compiled by itself; else the whole model is.
+    """
+
+    repeats_blocks: bool
+    compiles_blocks: bool
+
+    def find(self, known: Structure) -> Obstacles:
+        blocks = known.blocks if self.repeats_blocks or self.compiles_blocks else []
+        compiled = blocks if self.compiles_blocks else [known.model]
+        return find_obstacles(known.model, known.call, known.short_example(2), blocks, compiled)
+
+
+def find_obstacles(
     model: nn.Module,
     call: Callable[[nn.Module, Any], Any],
     inputs: Any,
     blocks: Sequence[nn.Module],
     compiled: Sequence[nn.Module],
-) -> Deeds:
+) -> Obstacles:
     """The first of each kind; none if the model can't run on fake tensors.
 
     Args:
@@ -62,8 +83,8 @@ def find_deeds(
     except Exception as error:
         unknown = "whether its forward pass draws, or changes what it holds; if it does, choose compile=none"
         tell_untried(model, unknown, error)
-        return Deeds()
-    return Deeds(
+        return Obstacles()
+    return Obstacles(
         next((what for each in looks if (what := unrepeatable(each)) is not None), None),
         next((what for each in compiled_looks if (what := uncompilable(each)) is not None), None),
     )

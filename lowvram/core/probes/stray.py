@@ -4,6 +4,7 @@ elsewhere (FSDP, host memory), and put them into the block's modules while the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -13,9 +14,20 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_autograd import current_node, hooks_of_tensor
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.models.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.structure import Probe, Structure
 
 OURS = "lowvram"
+
+
+@final
+@dataclass(frozen=True)
+class StrayRead(Probe[str | None]):
+    """How a forward pass reads a weight otherwise than through the weight's own module, while that and its block
+    compute, as a clause for messages; None if it reads none so, or that isn't known."""
+
+    def find(self, known: Structure) -> str | None:
+        return find_stray(known.model, known.call, known.short_example(2), known.blocks)
 
 
 def find_stray(

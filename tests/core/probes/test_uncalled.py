@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.models.restless_finder import find_deeds
-from lowvram.models.uncalled_finder import find_uncalled
+from lowvram.core.probes.compilable import find_obstacles
+from lowvram.core.probes.uncalled import find_uncalled
 from tests import restless
 
 WIDTH = restless.WIDTH
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_tried_is_told_once(capsys: pytest.CaptureFixture
     for _ in range(2):
         model = restless.Net(Untriable, 1)
         assert found(model) == frozenset()
-        assert find_deeds(model, lambda model, x: model(x), torch.randn(2, WIDTH), [], [model]) == (None, None)
+        assert find_obstacles(model, lambda model, x: model(x), torch.randn(2, WIDTH), [], [model]) == (None, None)
     first, second = capsys.readouterr().out.splitlines()
     assert "nobody knows whether it calls each layer; an adapter or qat has no effect on" in first
     assert "nobody knows whether its forward pass draws, or changes what it holds" in second

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.assemble import bare_model
+from lowvram.core.probes.separate_samples import SeparateBlocks, find_separate_blocks
+from lowvram.core.structure import Blocks
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
 from lowvram.models.hf import HfConfig
 from lowvram.models.hf_heads import Head
-from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.tasks import Auto
 from tests.hugging import tiny
 from tests.laboratory import PROBLEMS
@@ -151,7 +152,8 @@ def test_a_model_that_fake_tensors_can_not_go_through() -> None:
 def test_own_models(problem: str) -> None:
     task = PROBLEMS[problem]
     model = bare_model(task)
-    assert list(task.separate_blocks(model)) == task.blocks(model)
+    known = task.structure(model)
+    assert tuple(known.get(SeparateBlocks())) == known.get(Blocks()).blocks
 
 
 SPECS = {
@@ -169,4 +171,5 @@ def test_models_of_transformers(kind: str, is_found: bool) -> None:
     head = Head.seq2seq_lm if kind == "t5" else Head.auto
     task = Auto().pose(HfConfig(tiny(kind), head=head), SPECS[kind])
     model = bare_model(task)
-    assert len(task.separate_blocks(model)) == (len(task.blocks(model)) if is_found else 0)
+    known = task.structure(model)
+    assert len(known.get(SeparateBlocks())) == (len(known.blocks) if is_found else 0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -12,7 +13,17 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_autograd import current_node
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.models.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.structure import Probe, Structure
+
+
+@final
+@dataclass(frozen=True)
+class Uncalled(Probe[frozenset[str]]):
+    """The names of layers with whose weights a forward pass computes without calling them, as far as it is known."""
+
+    def find(self, known: Structure) -> frozenset[str]:
+        return find_uncalled(known.model, known.call, known.short_example(2))
 
 
 def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> frozenset[str]:

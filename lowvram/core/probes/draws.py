@@ -7,6 +7,7 @@ numpy, of Python and of the model's own are seen by the states of these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -15,11 +16,25 @@ from torch import nn
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_ops import schema_of
 from lowvram.config.texts import first_line
+from lowvram.core.fact import ModelFact
 from lowvram.core.generators import global_sources, moved, sources_of, states_of
-from lowvram.models.fake_pass import fake_pass
+from lowvram.core.probes.fake_pass import fake_pass
+from lowvram.core.structure import Probe, Structure
 
 DRAWS = torch.Tag.nondeterministic_seeded
 MEND = "turn that off (dropout: model.dropout=0), or choose another option"
+
+
+@final
+@dataclass(frozen=True)
+class FirstDraw(Probe[str | None]):
+    """What draws random numbers while the model trains, and what the user can do about it; None if nothing does."""
+
+    def find(self, known: Structure) -> str | None:
+        return find_draw(known.model, known.call, known.short_example(2))
+
+
+NO_RANDOMNESS = ModelFact("the model draws no random numbers", lambda known: known.get(FirstDraw()))
 
 
 def find_draw(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> str | None:

@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
-from lowvram.models.fake_pass import fake_pass, without_memory
-from lowvram.models.head_finder import find_head
-from lowvram.models.last_layer import last_weights
+from lowvram.core.probes.fake_pass import fake_pass, without_memory
+from lowvram.core.probes.head import find_head
+from lowvram.core.probes.last_weights import last_weights
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
 AS_MUCH = 0.9  # classes that save at least this share of what the class with the most saves count as equal to it
@@ -30,7 +30,7 @@ class FoundBlocks(NamedTuple):
     """Modules by their dotted names."""
 
     blocks: tuple[str, ...]  # in the order in which the forward pass first meets them
-    head: str | None  # the linear layer whose products the model returns as they are (head_finder.py)
+    head: str | None  # the linear layer whose products the model returns as they are (head.py)
     has_plain_blocks: bool  # blocks take only tensors, as positional arguments, and return one tensor
     last: tuple[str, ...] = ()  # the weights of the layers that make the outputs, by all of their names; empty: unknown
     trouble: str | None = None  # why the model can't run on fake tensors

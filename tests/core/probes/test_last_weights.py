@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import lowvram
 from lowvram.core import last_layer
 from lowvram.core.layers import inner_linears
+from lowvram.core.outputs import all_outputs, logits_of
+from lowvram.core.probes.blocks import find_blocks
 from lowvram.knobs.optimizer import Muon
 from lowvram.knobs.optimizer.matrices import roles_of
-from lowvram.models.block_finder import find_blocks
 from lowvram.models.external import ExternalConfig
-from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.tasks import External
 from tests.models.test_external import WORDS
 
@@ -91,7 +91,7 @@ def test_the_last_layer_of_ones_own_model_is_treated_as_such(kind: Any) -> None:
     external = External("torch.nn.CrossEntropyLoss").pose(ExternalConfig(f"{__name__}.{kind.__name__}"), WORDS)
     for task in (own, external):
         model: Any = task.make_model()
-        last = task.last_weights(model)
+        last = task.structure(model).last_weights
         assert last == {model.out.weight}
         assert inner_linears(model, last) == [model.inner]
         roles = roles_of(model, last, Muon.layers)

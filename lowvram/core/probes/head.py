@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core.layers import is_plain_linear
-from lowvram.models.outputs import logits_of
+from lowvram.core.outputs import logits_of
 
 
 def find_head(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.models.write_finder import Written, find_written
+from lowvram.core.probes.writes import Written, WrittenWeights, find_written
 from tests import restless
 from tests.restless import WIDTH, Mlp, Net
 
@@ -138,4 +138,4 @@ def test_a_default_device_of_the_users_changes_no_trial() -> None:
     """After torch.set_default_device("cuda"); meta stands in for a card."""
     task = lowvram.task(Net(Making), torch.randn(4, WIDTH), blocks="Making")
     with torch.device("meta"):
-        assert task.written(task.make()) == ("blocks.0.b.weight", "blocks.0.b.weight")
+        assert task.structure(task.make()).get(WrittenWeights()) == ("blocks.0.b.weight", "blocks.0.b.weight")

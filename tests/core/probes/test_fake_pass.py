@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import FakeTensor
-from lowvram.models.fake_pass import fake_pass
+from lowvram.core.probes.fake_pass import fake_pass
 from lowvram.models.hf import HfConfig
 from tests.hugging import with_weights
 from tests.models.test_hf_widths import trained

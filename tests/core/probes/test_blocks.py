@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.models.block_finder import FoundBlocks, find_blocks, repeated_classes
+from lowvram.core.probes.blocks import FoundBlocks, find_blocks, repeated_classes
 
 
 class Layer(nn.Module):

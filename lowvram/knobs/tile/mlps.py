@@ -2,15 +2,15 @@
 
 Names don't tell: some models mix tokens in what they call an MLP. So one forward pass on fake tensors shows with what
 shapes each is called. Then each runs on a few tokens, some of them NaN, with all its weights zero: NaN spreads to every
-output that depends on it, whatever the weights. What NaN doesn't pass through, alone_check.py sees.
+output that depends on it, whatever the weights. What NaN doesn't pass through, alone.py sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,48 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_trees import tree_flatten
+from lowvram.core.fact import ModelFact
 from lowvram.core.generators import same_draws_afterwards
-from lowvram.core.rig import token_dim
-from lowvram.models.alone_check import Call, is_same_alone
-from lowvram.models.fake_pass import fake_pass
+from lowvram.core.probes.alone import Call, is_same_alone, with_zeros
+from lowvram.core.probes.fake_pass import fake_pass
+from lowvram.core.structure import Probe, Structure, unless
 
 # As the blocks of Transformers call them. The last is a method of BERT and its relatives, which have no such module.
 USUAL_NAMES = ("mlp", "feed_forward", "ffn", "DenseReluDense", "block_sparse_moe", "feed_forward_chunk")
 FEW = 4  # tokens that the check computes
 
 Place = tuple[str, str]  # the dotted name of a module, and the name of its method
+
+
+@final
+@dataclass(frozen=True)
+class Mlps(Probe[tuple[Place, ...]]):
+    """The MLPs of the blocks: what maps tensors (samples, tokens, ..., width) to one such tensor, each token by itself.
+    Empty if they aren't known.
+
+    Args:
+        names: of the modules or methods, as the blocks call them.
+    """
+
+    names: tuple[str, ...] = USUAL_NAMES
+
+    def find(self, known: Structure) -> tuple[Place, ...]:
+        return find_mlps(known.model, known.call, known.example(2), known.blocks, self.names)
+
+
+MLPS = ModelFact(
+    "the task knows the MLPs of the model's blocks",
+    unless(
+        lambda known: known.get(Mlps()),
+        "none were found: leave tile=none or, if they have unusual names, list those in tile.names",
+    ),
+)
+
+
+def token_dim(states: Tensor) -> int:
+    """The dimension along which tokens are cut: of hidden states (samples, tokens, ..., width) the second one, of
+    (tokens, width) the first."""
+    return 1 if states.dim() > 2 else 0
 
 
 class Use(NamedTuple):
@@ -156,15 +188,3 @@ def with_nan(like: Tensor, places: slice) -> Tensor:
     if filled.is_floating_point():
         filled.movedim(dim, 0)[places] = torch.nan
     return filled
-
-
-def with_zeros(module: nn.Module, buffers: int = 0) -> nn.Module:
-    """A copy on the CPU in evaluation mode, whose parameters are zero, and whose buffers are this number. Each takes
-    the memory of one number."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.full((), buffers, dtype=buffer.dtype).expand(buffer.shape)
-    return deepcopy(module, memo).eval()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lowvram.core.assemble import bare_model
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
+from lowvram.knobs.tile.mlps import USUAL_NAMES, Mlps, find_mlps
 from lowvram.models.hf import HfConfig
-from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.tasks import Auto
 from tests.hugging import tiny
 from tests.laboratory import PROBLEMS
@@ -172,10 +172,10 @@ SPECS = {
 def test_those_of_transformers(kind: str, wanted: str, method: str) -> None:
     problem = Auto().pose(HfConfig(tiny(kind)), SPECS[kind])
     model = bare_model(problem)
-    mlps = problem.mlps(model)
-    assert (mlps[0].owner, mlps[0].name) == (model.get_submodule(wanted), method)
-    assert len(mlps) == len(problem.blocks(model))
+    known = problem.structure(model)
+    assert known.get(Mlps())[0] == (wanted, method)
+    assert len(known.get(Mlps())) == len(known.blocks)
 
 
 def test_a_resnet_has_none() -> None:
-    assert PROBLEMS["resnet"].mlps(bare_model(PROBLEMS["resnet"])) == []
+    assert PROBLEMS["resnet"].structure(bare_model(PROBLEMS["resnet"])).get(Mlps()) == ()

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import Tensor, nn
 
-from lowvram.core.rig import is_per_sample
-from lowvram.models.sample_finder import Use, uses_of
+from lowvram.core.probes.calls import Use, is_per_sample, uses_of
+from lowvram.core.structure import Probe, Structure
+
+
+@final
+@dataclass(frozen=True)
+class SameShape(Probe[dict[str, int]]):
+    """The names of the blocks that return a tensor (samples, ...) of the shape and dtype of the first one that they are
+    given, and how many values each returns, as `SeparateBlocks` counts them. Empty if they aren't known."""
+
+    def find(self, known: Structure) -> dict[str, int]:
+        return find_same_shape(known.model, known.call, known.short_example(2), known.blocks)
+
+
+LEAVE_DEPTH = "not known of this model: leave depth=none"
 
 
 def find_same_shape(
     model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs_of_two: Any, blocks: Sequence[nn.Module]
 ) -> dict[str, int]:
     """The dotted names of the blocks that return a tensor like the first one that they are given, and how many values
-    each returns, as `Task.same_shape_blocks` counts them: found in a forward pass on fake tensors. The model may be on
+    each returns, as `SeparateBlocks` counts them: found in a forward pass on fake tensors. The model may be on
     any device and isn't changed.
 
     Args:

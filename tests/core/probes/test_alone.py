@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.models.mlp_finder import find_mlps
-from lowvram.models.sample_finder import find_separate_blocks
+from lowvram.core.probes.separate_samples import find_separate_blocks
+from lowvram.knobs.tile.mlps import find_mlps
 from tests.restless import BLOCKS, WIDTH, Mlp, Net
 
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.models.stray_finder import find_stray
+from lowvram.core.probes.stray import find_stray
 from tests.restless import WIDTH, Mlp, Net
 
 

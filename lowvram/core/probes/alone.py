@@ -310,3 +310,15 @@ def are_close(found: Sequence[Tensor], wanted: Sequence[Tensor], eps: float) -> 
 
 def as_double(values: Tensor) -> Tensor:
     return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+
+
+def with_zeros(module: nn.Module, buffers: int = 0) -> nn.Module:
+    """A copy on the CPU in evaluation mode, whose parameters are zero, and whose buffers are this number. Each takes
+    the memory of one number."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.full((), buffers, dtype=buffer.dtype).expand(buffer.shape)
+    return deepcopy(module, memo).eval()
