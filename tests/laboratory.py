@@ -24,8 +24,8 @@ from lowvram.core.device import absent_facts
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.knob import Knob, Stage, model_facts
 from lowvram.core.ledger import Peak, ledger
+from lowvram.core.mesh import data_ranks
 from lowvram.core.probes.draws import NO_RANDOMNESS
-from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.shards import whole
 from lowvram.core.step import step
@@ -230,7 +230,7 @@ def batch_of_pairs(spec: DataSpec, num_samples: int, draw: torch.Generator) -> P
 
 def my_slice(batch: Part) -> Part:
     """This rank's slice of a logical batch."""
-    return batch.map(lambda tensor: tensor.tensor_split(num_ranks())[rank()])
+    return batch.map(lambda tensor: tensor.tensor_split(data_ranks().size)[data_ranks().rank])
 
 
 def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:

@@ -18,9 +18,9 @@ from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts
 from lowvram.core.ledger import announce
+from lowvram.core.mesh import all_ranks
 from lowvram.core.misfits import with_reasons
 from lowvram.core.probes.compilable import CompileObstacles
-from lowvram.core.ranks import num_ranks
 from lowvram.core.real_views import lend_gradients, real_views
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
@@ -54,7 +54,7 @@ def assemble(
     check_trainable(rig.model)
     shared = names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
-    check_conflicts(rig.structure, knobs, absent_facts(device, num_ranks()) if absent is None else absent)
+    check_conflicts(rig.structure, knobs, absent_facts(device, all_ranks().size) if absent is None else absent)
     check_compilable(rig.structure, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)

@@ -8,13 +8,12 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, final
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowvram.compat.torch_distributed import before_reductions
 from lowvram.config.errors import Incompatible
-from lowvram.core.ranks import host_group, largest
+from lowvram.core.mesh import Ranks, data_ranks
 
 
 class Deed(IntEnum):
@@ -33,8 +32,8 @@ class Lockstep:
     A rank waits for the hosts of the others there, not for a device.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, model: nn.Module, hosts: Ranks) -> None:
+        self.hosts = hosts
         sharded = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         self.names = [name or "what belongs to no block" for name, _ in sharded]
         sizes = [before_reductions(each, partial(self.agreed, index)) for index, (_, each) in enumerate(sharded)]
@@ -59,7 +58,7 @@ class Lockstep:
         things."""
         code = len(Deed) * index + deed
         padded = [*map(int, flags), *[0] * (self.num_flags - len(flags))]
-        last, minus_first, *anywhere = largest([code, -code, *padded], self.group)
+        last, minus_first, *anywhere = self.hosts.largest([code, -code, *padded])
         if last != -minus_first:
             raise Incompatible(
                 "sharding=fsdp needs that all ranks compute the same blocks in the same order, and one rank"
@@ -82,5 +81,5 @@ class Lockstep:
 def in_lockstep(model: nn.Module) -> Lockstep | None:
     """The lockstep of a model that FSDP2 shards; None where there are no other ranks to meet. A collective: all ranks
     must call it."""
-    group = host_group()
-    return None if group is None else Lockstep(model, group)
+    hosts = data_ranks().on_hosts()
+    return None if hosts is None else Lockstep(model, hosts)

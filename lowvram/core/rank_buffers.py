@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import RunningNorm
 from lowvram.compat.torch_versions import version
-from lowvram.core.ranks import host_group, largest, num_ranks, rank, summed
+from lowvram.core.mesh import Ranks, data_ranks
 
 
 @final
@@ -24,7 +23,8 @@ class RankBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, [*others(model)]
-        self.group = host_group() if self.names else None
+        self.ranks = data_ranks()
+        self.hosts = self.ranks.on_hosts() if self.names else None
         self.before: dict[str, tuple[Tensor, int]] = {}
         self.told: set[str] = set()
 
@@ -36,31 +36,31 @@ class RankBuffers:
     def end(self) -> None:
         """Called after the forward passes of a step."""
         average_statistics(self.model)
-        if self.group is None:
+        if self.hosts is None:
             return
         now = others(self.model)
-        changed = self.changed(now, self.group)
+        changed = self.changed(now, self.hosts)
         if not changed:
             return
-        differing = [int(not same_as_rank_0(now[name])) for name in changed]
-        flags = largest(differing, self.group)
+        differing = [int(not same_as_first(now[name], self.ranks)) for name in changed]
+        flags = self.hosts.largest(differing)
         if new := [name for name, flag in zip(changed, flags, strict=True) if flag and name not in self.told]:
             self.told.update(new)
-            if rank() == 0:
+            if self.ranks.is_first:
                 print(
                     f"note: forward passes change {', '.join(new)}, on each rank by its own samples: all ranks get the"
                     " values of rank 0 after each step",
                     flush=True,
                 )
 
-    def changed(self, now: dict[str, Tensor], group: dist.ProcessGroup) -> list[str]:
+    def changed(self, now: dict[str, Tensor], hosts: Ranks) -> list[str]:
         """The names of the buffers that some rank has changed in this step, and that have one size on all ranks."""
         numbers: list[int] = []
         for name in self.names:
             buffer, (old, num_changes) = now.get(name), self.before.get(name, (None, 0))
             size = -1 if buffer is None else buffer.numel()
             numbers += [int(buffer is not old or (old is not None and version(old) != num_changes)), size, -size]
-        largest_of = iter(largest(numbers, group))
+        largest_of = iter(hosts.largest(numbers))
         of_names = zip(self.names, largest_of, largest_of, largest_of, strict=True)
         return [name for name, has_changed, most, minus_least in of_names if has_changed and most == -minus_least > 0]
 
@@ -75,11 +75,11 @@ def norms(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
 
 
-def same_as_rank_0(buffer: Tensor) -> bool:
-    """Give a buffer the values that it has on rank 0; returns whether it had them."""
+def same_as_first(buffer: Tensor, ranks: Ranks) -> bool:
+    """Give a buffer the values that it has on the first of some ranks; returns whether it had them. A collective."""
     own = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
     sent = own.clone()
-    dist.broadcast(sent, 0)
+    ranks.send_from_first(sent)
     is_same = torch.equal(own, sent)
     if not is_same:
         buffer.detach().copy_(sent.view(buffer.dtype).view(buffer.shape))
@@ -92,6 +92,7 @@ def average_statistics(model: nn.Module) -> None:
     training = [norm for norm in norms(model) if norm.training]
     statistics = [tensor for norm in training for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
     if statistics:
-        means = summed(torch.cat(statistics)) / num_ranks()
+        ranks = data_ranks()
+        means = ranks.sum(torch.cat(statistics)) / ranks.size
         for tensor, mean in zip(statistics, means.split([len(tensor) for tensor in statistics]), strict=True):
             tensor.copy_(mean)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lowvram.compat.torch_ops import norms
+from lowvram.core.mesh import Groups, groups_of
+
+T = TypeVar("T")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -123,20 +126,35 @@ def as_real(tensor: Tensor) -> Tensor:
 def whole_norms(norms: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of each of some tensors (n,), given those of this rank's shards (0-dim, on one device).
 
-    With shards it is one collective for all: all ranks must call it. Doesn't wait for a CUDA device.
+    With shards it is a collective for each of their groups: all ranks must call it. Doesn't wait for a CUDA device.
     """
-    sharded = [place for place, tensor in enumerate(of) if is_sharded(tensor)]
-    if not sharded:
-        return torch.stack(list(norms))
-    squares = torch.stack([norms[place] for place in sharded]).square()
-    dist.all_reduce(squares, group=of[sharded[0]].device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
-    found = dict(enumerate(norms)) | dict(zip(sharded, squares.sqrt().unbind(), strict=True))
-    return torch.stack(list(found.values()))
+    places_of: dict[Groups, list[int]] = {}
+    for place, tensor in enumerate(of):
+        places_of.setdefault(groups_of(tensor), []).append(place)
+    found = list(norms)
+    for groups, places in in_order(places_of):
+        if groups:
+            squares = summed_over(groups, torch.stack([norms[place] for place in places]).square())
+            for place, norm in zip(places, squares.sqrt().unbind(), strict=True):
+                found[place] = norm
+    return torch.stack(found)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds only a part of a tensor."""
-    return isinstance(tensor, DTensor) and not all(isinstance(place, Replicate) for place in tensor.placements)
+    return bool(groups_of(tensor))
+
+
+def in_order(by_groups: dict[Groups, list[T]]) -> list[tuple[Groups, list[T]]]:
+    """What is to be summed over groups of ranks, in an order that all ranks have in common."""
+    return sorted(by_groups.items(), key=lambda item: [group.group_name for group in item[0]])
+
+
+def summed_over(groups: Groups, tensor: Tensor) -> Tensor:
+    """The sum over all ranks of some groups, in place. A collective."""
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 @final
@@ -144,9 +162,7 @@ class SquareSum:
     """The sum of the squares of tensors that are added one after another, and may be freed in between."""
 
     def __init__(self) -> None:
-        self._norms: list[Tensor] = []  # of whole tensors
-        self._norms_of_shards: list[Tensor] = []
-        self._like: Tensor | None = None  # the first sharded tensor, for its device mesh
+        self._norms: dict[Groups, list[Tensor]] = {}  # of this rank's shards, by what the tensors are sharded over
 
     def add(self, values: Tensor, of: Tensor) -> None:
         """Add `values`: this rank's shard, on any device, of a tensor with the layout of `of`."""
@@ -156,18 +172,10 @@ class SquareSum:
 
     def add_norm(self, norm: Tensor, of: Tensor) -> None:
         """The same, given the Euclidean norm of the values."""
-        if is_sharded(of):
-            self._like = of if self._like is None else self._like
-            self._norms_of_shards.append(norm)
-        else:
-            self._norms.append(norm)
+        self._norms.setdefault(groups_of(of), []).append(norm)
 
     def total(self) -> Tensor:
         """0-dim, at least fp32. With shards it is a collective: all ranks must call it. Doesn't wait for a CUDA
         device."""
-        whole = torch.stack(self._norms).square().sum() if self._norms else None
-        if self._like is None:
-            return torch.zeros(()) if whole is None else whole
-        total = torch.stack(self._norms_of_shards).square().sum()
-        dist.all_reduce(total, group=self._like.device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
-        return total if whole is None else total + whole
+        sums = [summed_over(groups, torch.stack(norms).square().sum()) for groups, norms in in_order(self._norms)]
+        return reduce(torch.add, sums) if sums else torch.zeros(())

@@ -18,7 +18,7 @@ from lowvram.compat.torch_versions import version
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
-from lowvram.core.ranks import rank
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
 from lowvram.core.resting import ever_trains
@@ -41,10 +41,10 @@ def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
 
     def gather(tensor: Tensor) -> Tensor | None:
         entire = whole(tensor)
-        return compact(entire.cpu()) if rank() == 0 else None
+        return compact(entire.cpu()) if all_ranks().is_first else None
 
     entire = tree_map_only(DTensor, gather, state)
-    return entire if rank() == 0 else None
+    return entire if all_ranks().is_first else None
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | 
     one that `make` returns, which may be without memory. A collective: all ranks must call it."""
     reshard(model)  # an evaluation leaves what belongs to no block gathered
     if not any(map(is_sharded, model.parameters())):
-        return model if rank() == 0 else None
+        return model if all_ranks().is_first else None
     names = {tensor: name for name, tensor in reversed(named_tensors(model))}  # of a tied one, the first
     values = gathered({name: tensor for tensor, name in names.items()})
     if values is None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.ranks import rank
+from lowvram.core.mesh import all_ranks
 
 TOLD: set[str] = set()  # lines that were printed
 
@@ -37,6 +37,6 @@ def check_something_trains(model: nn.Module) -> None:
         if halves
         else ""
     )
-    if line and line not in TOLD and rank() == 0:
+    if line and line not in TOLD and all_ranks().is_first:
         TOLD.add(line)
         print(line, flush=True)

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from lowvram.config.errors import BadInput, require
-from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import BatchSizes
-from lowvram.data.loader import Loader, collate, make_batches, require_workers, slice_of
+from lowvram.data.loader import Loader, collate, make_batches, own_slice, require_workers
 from lowvram.data.randomness import Key, Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import DECODER_IDS, FEW_SHAPES, TEXTS, Modality, real_lengths
@@ -94,7 +93,7 @@ def bucketed_keys(
         drawn = list(islice(keys, pool_batches * batch_size))
         order = np.argsort([samples.length(*key) for key in drawn], kind="stable").reshape(pool_batches, batch_size)
         for batch in generator(Stream.BUCKETS, seed, pool).permutation(order)[offset:]:
-            yield slice_of([drawn[place] for place in batch], rank(), num_ranks())
+            yield own_slice([drawn[place] for place in batch])
         offset = 0
 
 

@@ -25,7 +25,7 @@ from PIL import Image, features
 from lowvram.config.cache_folder import cache_folder
 from lowvram.config.errors import BadInput, Shortage
 from lowvram.core.free_memory import free_host_bytes
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.data.imagefolder import Images
 from lowvram.data.pixels import MODES, decoded
 from lowvram.results.files.durable import write
@@ -102,7 +102,7 @@ class Memory(ImageCache):
     row, as the data set stays the same while a run reads it."""
 
     def __init__(self, limit_bytes: int, _: str | None = None) -> None:
-        super().__init__(min(limit_bytes, free_host_bytes() // 2) // num_ranks())
+        super().__init__(min(limit_bytes, free_host_bytes() // 2) // data_ranks().size)
         self.pixels = shared_memory(self.limit_bytes)
 
     def around(self, images: Images) -> Images:
@@ -175,11 +175,11 @@ class Disk(ImageCache):
 
     def __init__(self, limit_bytes: int, folder: str | None) -> None:
         self.folder = opened_folder(folder)
-        super().__init__(max(0, limit_bytes - folder_bytes(self.folder)) // num_ranks())
+        super().__init__(max(0, limit_bytes - folder_bytes(self.folder)) // data_ranks().size)
 
     def counts(self) -> Counts:
         """So far. Rank 0 tells what the folder holds, of all runs."""
-        return super().counts()._replace(held_bytes=0 if rank() else folder_bytes(self.folder))
+        return super().counts()._replace(held_bytes=0 if data_ranks().rank else folder_bytes(self.folder))
 
     def around(self, images: Images) -> Images:
         return OnDisk(images, self)

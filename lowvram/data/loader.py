@@ -20,7 +20,7 @@ from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
 from lowvram.config.settings import parse_bytes
 from lowvram.core import host
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part
 from lowvram.data.ahead import make_batches_ahead
 from lowvram.data.batch_sizes import BatchSizes
@@ -227,8 +227,9 @@ def eval_batches(
     """
     make = make or collate
     keys = [(index, 0) for index in range(len(samples))]
-    for first in range(0, len(keys), num_ranks() * batch_size):
-        start = first + rank() * batch_size
+    ranks = data_ranks()
+    for first in range(0, len(keys), ranks.size * batch_size):
+        start = first + ranks.rank * batch_size
         part = make(samples, keys[start : start + batch_size] or keys[:1])
         yield part.to(device), start < len(keys)
 
@@ -260,7 +261,12 @@ def batch_keys(samples: Samples, sizes: BatchSizes, seed: int, first_step: int) 
     order whatever the sizes of batches."""
     keys = samples.keys(seed, sizes.before(first_step))
     for step in count(first_step):
-        yield slice_of(list(islice(keys, sizes.at(step))), rank(), num_ranks())
+        yield own_slice(list(islice(keys, sizes.at(step))))
+
+
+def own_slice(keys: list[Item]) -> list[Item]:
+    """What this process computes of a logical batch."""
+    return slice_of(keys, data_ranks().rank, data_ranks().size)
 
 
 def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:

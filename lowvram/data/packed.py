@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import BadInput
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.bucketed import texts_of
-from lowvram.data.loader import Loader, make_batches, require_workers, slice_of
+from lowvram.data.loader import Loader, make_batches, own_slice, require_workers
 from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import IDS, POSITIONS, Layout, Modality, TensorLayout
@@ -85,8 +85,8 @@ def packed_batches(samples: Texts, batch_size: int, seed: int, first_step: int) 
     """The rows of each batch from step `first_step` on, without end; each rank gets equally many."""
     keys = samples.keys(seed, first_step * batch_size)
     while True:
-        rows, width = pack(samples, list(islice(keys, batch_size)), num_ranks())
-        yield PackedRows(slice_of(rows, rank(), num_ranks()), width)
+        rows, width = pack(samples, list(islice(keys, batch_size)), data_ranks().size)
+        yield PackedRows(own_slice(rows), width)
 
 
 def pack(samples: Texts, keys: list[Key], unit: int) -> PackedRows:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowvram.core.copies import original
 from lowvram.core.generators import global_sources, restore, sources_of, states_of
 from lowvram.core.knob import Knob, Stage
-from lowvram.core.ranks import rank
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.shards import whole
 from lowvram.core.stepper import Update
@@ -55,7 +55,7 @@ class KeepGradients(Knob):
                 if parameter.grad is None:
                     continue
                 gradient = whole(parameter.grad)  # a collective, so on all ranks
-                if rank() == 0:
+                if all_ranks().is_first:
                     self.gradients[original(parameter)] = gradient.to("cpu", torch.float32, copy=True)
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ class Fidelity:
         session.begin(0, self.steps)
         loss, update = first_step(session, self.steps, next(batches))
         self.watch.end()
-        if rank() == 0:
+        if all_ranks().is_first:
             self.compare(session, named_gradients(session, self.watch, update))
         losses, num_applied = [loss], 1
         while len(losses) < self.steps:

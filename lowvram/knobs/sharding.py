@@ -20,11 +20,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowvram.compat.torch_distributed import DefaultAllGather
-from lowvram.compat.torch_fake import is_fake, without_fake_mode
+from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import Incompatible, require
@@ -32,11 +31,11 @@ from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
+from lowvram.core.mesh import all_ranks, data_ranks, device_mesh
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rank_buffers import RankBuffers
-from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
 from lowvram.core.shards import as_real, make_contiguous
 
@@ -117,8 +116,8 @@ class FSDP(DataParallel):
 
     def apply(self, rig: Rig) -> Rig:
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
-        torch.compiler.config.cache_key_tag = f"rank {rank()} of {num_ranks()}"
-        mesh = mesh_of_ranks(rig.device)
+        torch.compiler.config.cache_key_tag = f"rank {all_ranks().rank} of {all_ranks().size}"
+        mesh = device_mesh(rig.device)
         accept_views()
         make_contiguous(rig.model)
         for block in rig.structure.blocks:
@@ -180,24 +179,19 @@ class InStep(DefaultAllGather):
         return self.gather(output_tensor, input_tensor, group, async_op)
 
 
-def mesh_of_ranks(device: torch.device) -> DeviceMesh:
-    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
-        return init_device_mesh(device.type, (num_ranks(),))
-
-
 def over_ranks(rig: Rig) -> Rig:
     """The rig of one rank, which has a slice of the logical batch: totals and losses are summed over all ranks."""
 
     buffers = RankBuffers(rig.model)
 
     def total(parts: list[Part]) -> Tensor:
-        return summed(rig.total(parts))
+        return data_ranks().sum(rig.total(parts))
 
     def run(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
         buffers.begin()
         loss = rig.run(final, parts, total)
         buffers.end()
-        return summed(loss)
+        return data_ranks().sum(loss)
 
     return replace(rig, total=total, run=run)
 
@@ -223,8 +217,9 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     gradients.finish()
     if gradients.unused and not TOLD:
         TOLD.update(name for name, parameter in model.named_parameters() if parameter in gradients.unused)
+        names = ", ".join(sorted(TOLD))
         print(
-            f"rank {rank()}: no gradient of {', '.join(sorted(TOLD))}: counted as 0, or left alone if no rank has one",
+            f"rank {all_ranks().rank}: no gradient of {names}: counted as 0, or left alone if no rank has one",
             flush=True,
         )
 
@@ -240,7 +235,7 @@ class GradientSum:
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
-        self.names, self.parameters = names, [*names]
+        self.names, self.parameters, self.ranks = names, [*names], data_ranks()
         self.waiting_for = [*names]  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.unused: set[Tensor] = set()
@@ -267,7 +262,7 @@ class GradientSum:
         gradient = as_real(parameter.grad)
         # Gradients have their parameter's layout, without gaps and the same on all ranks, so a flat view will do.
         flat = gradient.as_strided((gradient.numel(),), (1,))
-        work = dist.all_reduce(flat, async_op=True)
+        work = dist.all_reduce(flat, group=self.ranks.group, async_op=True)
         assert work is not None
         self.sent[parameter] = work
 
@@ -285,8 +280,7 @@ class GradientSum:
         if not self.parameters:
             return
         uses = [float(parameter not in self.unused) for parameter in self.parameters]
-        numbers = torch.tensor(uses, device=self.parameters[0].device)
-        dist.all_reduce(numbers)
+        numbers = self.ranks.sum(torch.tensor(uses, device=self.parameters[0].device))
         if self.unused:
             known = uses if is_fake(numbers) else numbers.tolist()
             for parameter, num_uses in zip(self.parameters, known, strict=True):

@@ -14,7 +14,7 @@ from torch.backends import mha
 
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.loss_parts import unchanged_afterwards
-from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.loader import eval_batches
 from lowvram.loops.session import NonFinite, Session
@@ -43,11 +43,11 @@ def evaluate(session: Session) -> Evaluation:
     """
     rig, settings = session.rig, session.settings
     metrics = user_metrics(settings.eval.metrics or (), rig.device)
-    part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
+    part_size = math.ceil(settings.train.batch_size / (data_ranks().size * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
     with in_evaluation(rig.model), same_draws_afterwards(rig.model), loss_in_evaluation(session.problem):
         of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
-        sums = summed(torch.stack(of_parts).sum(0))
+        sums = data_ranks().sum(torch.stack(of_parts).sum(0))
     loss, correct, num_targets, *more = sums.tolist()
     num_answers = more.pop() if len(more) > len(rig.eval_means) else num_targets
     if not num_targets:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowvram.core.held import held_bytes
 from lowvram.core.knob import Knob
+from lowvram.core.mesh import data_ranks
 from lowvram.core.packed import num_packed
-from lowvram.core.ranks import summed
 from lowvram.core.resting import ever_trains
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
@@ -99,7 +99,7 @@ def pace(
     num_samples = num_steps * session.settings.train.batch_size if num_samples is None else num_samples
     values = {"throughput/samples_per_s": num_samples / seconds}
     if session.data.spec.modality in TEXTS:
-        num_tokens, num_places = summed(torch.stack(token_counts).sum(0).to(session.rig.device)).tolist()
+        num_tokens, num_places = data_ranks().sum(torch.stack(token_counts).sum(0).to(session.rig.device)).tolist()
         values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
@@ -144,7 +144,7 @@ def cached(session: Session) -> Fields:
     if session.data.cache is None:
         return {}
     counts = torch.tensor(session.data.cache.counts(), device=session.rig.device)
-    held_bytes, num_hits, num_misses = summed(counts).tolist()
+    held_bytes, num_hits, num_misses = data_ranks().sum(counts).tolist()
     return {"data": {"cache_bytes": held_bytes, "cache_hit_frac": num_hits / max(1, num_hits + num_misses)}}
 
 

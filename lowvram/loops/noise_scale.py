@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowvram.config.settings import TrainSettings
 from lowvram.core.fact import Fact
 from lowvram.core.knob import Knob, Stage
-from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.shards import square_sum
 from lowvram.core.stepper import Stepper, StepperAround, Update
@@ -172,7 +172,7 @@ class NoiseStepper(StepperAround):
 
     def run(self, run: Run, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
         if len(parts) > 1:
-            self.num_samples = num_ranks() * sum(part.num_samples for part in parts)
+            self.num_samples = data_ranks().size * sum(part.num_samples for part in parts)
             self.share = rig.task.num_targets(parts[0]).to(total.device) / total
         return run(rig, parts, total)
 
@@ -204,7 +204,7 @@ def estimates(first: Tensor, share: Tensor, norm: Tensor, num_samples: float) ->
         num_samples: of the whole step.
     """
     per_rank = torch.stack([first / share.square(), 1 / (share * num_samples)])
-    small, small_inverse = (summed(per_rank) / num_ranks()).unbind()
+    small, small_inverse = (data_ranks().sum(per_rank) / data_ranks().size).unbind()
     large, large_inverse = norm.double().square(), 1 / num_samples
     trace = (small - large) / (small_inverse - large_inverse)
     return trace, large - trace * large_inverse

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core import generators
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import all_ranks
 from lowvram.core.shards import joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
@@ -110,11 +110,11 @@ class Posts:
         """Leave this rank's post, with its shards of `state`. While it is written it is `writing`."""
         shards = [local(leaf).detach().cpu() for leaf in sharded_leaves(state)]
         torch.save(post | {"shards": shards}, writing)
-        writing.replace(self.path(rank()))
+        writing.replace(self.path(all_ranks().rank))
 
     def is_complete(self) -> bool:
         """Whether all posts are there, and this is the one rank that takes them."""
-        if not all(self.path(each).exists() for each in range(num_ranks())):
+        if not all(self.path(each).exists() for each in range(all_ranks().size)):
             return False
         with suppress(FileExistsError):
             os.close(os.open(self.path(0, "taken"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -123,10 +123,10 @@ class Posts:
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The state with whole tensors, and the posts, which are removed."""
-        posts = [torch.load(self.path(each), weights_only=True) for each in range(num_ranks())]
+        posts = [torch.load(self.path(each), weights_only=True) for each in range(all_ranks().size)]
         of_ranks = iter(zip(*(post.pop("shards") for post in posts), strict=True))
         whole = tree_map_only(DTensor, lambda tensor: joined(next(of_ranks), tensor), state)
-        for each in range(num_ranks()):
+        for each in range(all_ranks().size):
             self.path(each).unlink()
         self.path(0, "taken").unlink()
         return whole, posts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowvram.config.settings import Settings
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import agree, num_ranks, summed
+from lowvram.core.mesh import all_ranks, data_ranks
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.step import step
 from lowvram.core.stepper import Update
@@ -97,7 +97,7 @@ class Session:
             marks: of all rows up to `step` that a snapshot knows, for the parent to look for in the file.
         """
         print(f"data: {self.data.description}")
-        accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
+        accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // data_ranks().size
         parts = {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
         self.events(
             "begin",
@@ -118,7 +118,7 @@ class Session:
         sizes = self.settings.groups["schedule"].sizes(batch_size)
         if sizes == self.sizes:
             return self
-        split = in_parts_of(batch_size // (num_ranks() * parts))
+        split = in_parts_of(batch_size // (data_ranks().size * parts))
         return replace(self, sizes=sizes, rig=replace(self.rig, split=split))
 
     def batches(self, first_step: int) -> TimedBatches:
@@ -158,7 +158,7 @@ class Session:
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank, so that all end at the same step. A collective: all ranks must call
         it."""
-        return agree(flag)
+        return all_ranks().any(flag)
 
     def remedy(self, num_targets: Tensor) -> str:
         """Advice against a loss that isn't finite. A collective: all ranks must call it.
@@ -166,7 +166,7 @@ class Session:
         Args:
             num_targets: of this rank's slice of the batch (0-dim).
         """
-        if not summed(num_targets.to(self.rig.device)):
+        if not data_ranks().sum(num_targets.to(self.rig.device)):
             return f"{NO_TARGET}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10
         return f"try a smaller learning rate (optimizer.lr={smaller_lr:g}) or stepping.clip=1.0"

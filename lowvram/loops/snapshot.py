@@ -17,7 +17,7 @@ from torch import Tensor
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.secret import REFUSED
 from lowvram.config.texts import LONGEST_REASON, shortened
-from lowvram.core.ranks import rank, rank_0_first
+from lowvram.core.mesh import all_ranks
 from lowvram.core.troubles import is_out_of_memory
 from lowvram.results.files.durable import made_folders, remove_leftovers, settle, unfinished
 from lowvram.results.files.marker import MARKER
@@ -82,7 +82,7 @@ class Snapshots:
         Raises:
             BadInput: all of them are damaged, or another run's.
         """
-        with rank_0_first():
+        with all_ranks().first_before_others():
             return self._load(check)
 
     def _load(self, check: Check) -> dict[str, Any] | None:
@@ -252,4 +252,4 @@ def word(value: Any) -> str:
 
 def my_random_state(states: list[dict[str, Any]]) -> dict[str, Any] | None:
     """This rank's entry of the `generators.saved` of all ranks; None if there were fewer ranks then."""
-    return states[rank()] if rank() < len(states) else None
+    return states[all_ranks().rank] if all_ranks().rank < len(states) else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowvram.core import generators
 from lowvram.core.loss_parts import LossState
-from lowvram.core.ranks import gather_from_all, num_ranks, rank
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
 from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
@@ -142,7 +142,7 @@ class TrainingRun:
         except Interrupted:
             raise
         except BaseException as error:
-            save = self.save_alone if num_ranks() > 1 else self.save
+            save = self.save_alone if all_ranks().size > 1 else self.save
             whole.rescue(error, self.saved_step, partial(save, held=held))
             raise
 
@@ -219,18 +219,18 @@ class TrainingRun:
         if self.saved_step != self.step:
             if not self.savable.check(self.formed_state(), self.step):
                 return False
-            randoms = gather_from_all(self.with_unregistered(random or generators.saved(), held))
+            randoms = all_ranks().gather(self.with_unregistered(random or generators.saved(), held))
             state = gathered(self.state(randoms))
             if state is not None:
                 self.write(state | self.journal.state())
             self.saved_step = self.step
-        elif rank() == 0:
+        elif all_ranks().is_first:
             self.snapshots.forget_older()
         return True
 
     def with_unregistered(self, random: dict[str, Any], held: dict[str, Any] | None) -> dict[str, Any]:
         """A random state with what modules keep in attributes. Tells once what can't be saved."""
-        if not self.has_told_loss and rank() == 0 and (told := self.unregistered.told()) is not None:
+        if not self.has_told_loss and all_ranks().is_first and (told := self.unregistered.told()) is not None:
             print(told)
             self.has_told_loss = True
         return random | {"unregistered": held or self.unregistered.state()}
@@ -243,7 +243,7 @@ class TrainingRun:
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
         post = {"random": self.with_unregistered(random, held), "log": self.journal.state()}
-        posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{rank()}"))
+        posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{all_ranks().rank}"))
         if not posts.is_complete():
             return False
         whole, of_ranks = posts.take(state)

@@ -16,7 +16,7 @@ from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.registry import neutral_options
 from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.values import first_names, own_tensors
 from lowvram.export.folder import check_free, export, file_bytes
@@ -117,7 +117,9 @@ def trained_model(session: Session, mode: str, run: str | None, kind: type[M], o
     is_read = trained is not None and run is not None and is_in(trained, Path(run).expanduser())
     allowed = f"typed on the command line beside mode={mode}: from a preset, or with modes of a sweep, it isn't read"
     require(is_read or run is None, f"{mode}.run", run, allowed)
-    require(num_ranks() == 1, "sharding.ranks", num_ranks(), f"1 with mode={mode}, which computes in one process")
+    require(
+        all_ranks().size == 1, "sharding.ranks", all_ranks().size, f"1 with mode={mode}, which computes in one process"
+    )
     check_plain(session, mode)
     allowed = f"safetensors with mode={mode}: the run that trains the new model on may write another format"
     written = session.settings.export.format

@@ -15,7 +15,7 @@ from lowvram.compat.torch_autocast import same_autocast
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import import_object
-from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part
 
 KEY = "eval.metrics"
@@ -94,7 +94,7 @@ class MeanOverSamples(Metric):
         self.sums = self.sums + torch.stack([mean, torch.ones_like(mean)]) * num_samples
 
     def score(self) -> float:
-        total, num_samples = summed(self.sums).tolist()
+        total, num_samples = data_ranks().sum(self.sums).tolist()
         return total / num_samples
 
 
@@ -107,7 +107,7 @@ class Collected(Metric):
         allowed = "a function of outputs and targets, or a class whose objects have update(outputs, targets) and"
         require({"update", "compute"} <= names, KEY, target, f"{allowed} compute(): a {type(metric).__name__} has not")
         allowed = "a function: with several ranks an object must have `sync`, as those of torchmetrics have"
-        require(num_ranks() == 1 or "sync" in names, KEY, target, allowed)
+        require(data_ranks().size == 1 or "sync" in names, KEY, target, allowed)
         self.metric: Any = metric.to(device) if isinstance(metric, nn.Module) else metric  # torchmetrics' states
         self.target = target
 

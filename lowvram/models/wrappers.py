@@ -8,7 +8,7 @@ from collections.abc import Collection
 from torch import nn
 
 from lowvram.compat.torch_modules import inside_compiled
-from lowvram.core.ranks import rank
+from lowvram.core.mesh import all_ranks
 
 # The attributes under which wrappers of torch hold what they wrap, as parts of dotted names.
 ADDED = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -64,5 +64,5 @@ def few(names: Collection[str]) -> str:
 
 def tell(line: str) -> None:
     """Print a line, once for all ranks."""
-    if rank() == 0:
+    if all_ranks().is_first:
         print(line, flush=True)

@@ -16,11 +16,11 @@ from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings, check_batch_size
 from lowvram.config.settings import settings as settings_of
-from lowvram.core import ranks
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
+from lowvram.core.mesh import all_ranks, data_ranks
 from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
 from lowvram.fidelity.worker import Fidelity
@@ -87,7 +87,7 @@ def run(
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
-    seed_all(settings.root.seed + ranks.rank())  # so that each rank draws other dropout masks
+    seed_all(settings.root.seed + data_ranks().rank)  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
     about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)
@@ -160,8 +160,8 @@ def ready_fields(device: torch.device) -> dict[str, Any]:
     free += torch.cuda.memory_reserved(device)  # the point's own weights are on the device already
     others = total - free
     disturbed = held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None
-    if ranks.rank() > 0:
-        return {"disturbed": f"rank {ranks.rank()}: {disturbed}"} if disturbed else {}
+    if not all_ranks().is_first:
+        return {"disturbed": f"rank {all_ranks().rank}: {disturbed}"} if disturbed else {}
     return {
         "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device), "device_memory_bytes": total},
         "memory": {"free_at_start_bytes": free},

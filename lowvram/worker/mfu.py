@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob, Stage
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import all_ranks
 from lowvram.core.recomputed import nothing_recomputed
 from lowvram.core.step import step
 from lowvram.loops.session import Session
@@ -42,7 +42,7 @@ def mfu(session: Session, samples_per_s: float | None) -> float | None:
         flops = model_flops(session.problem, session.knobs)
     except CantPlan:
         return None
-    return flops * samples_per_s / (peak_flops_per_s * num_ranks())
+    return flops * samples_per_s / (peak_flops_per_s * all_ranks().size)
 
 
 def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:

@@ -10,7 +10,7 @@ import torch
 
 from lowvram.config.registry import Option
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import data_ranks
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.precision import Fp16
 from lowvram.models.resnet import NormKind, ResNetConfig
@@ -53,7 +53,7 @@ def unfused() -> Iterator[None]:
 
 def history_on_rank(row: Row, problem: str) -> History:
     """The same on one of two ranks."""
-    assert num_ranks() == 2
+    assert data_ranks().size == 2
     with run_op_by_op():
         return history(row, problem, CUDA)
 

@@ -235,7 +235,7 @@ def eager(compiled_step: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def act(root: Any, step: int, folder: Path) -> None:
-    from lowvram.core.ranks import rank
+    from lowvram.core.mesh import data_ranks
 
-    if fault := due(root.name, root.seed, step, rank()):
+    if fault := due(root.name, root.seed, step, data_ranks().rank):
         fault(folder)

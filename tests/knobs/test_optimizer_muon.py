@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lowvram.core.assemble import assemble
 from lowvram.core.copies import register_copy
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rounding import Stochastic
 from lowvram.core.shards import whole
 from lowvram.knobs.optimizer import Muon
@@ -101,7 +101,7 @@ def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
     gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     nn.init.zeros_(model.weight)
     if is_shared:
-        mesh = init_device_mesh("cpu", (num_ranks(),))
+        mesh = init_device_mesh("cpu", (data_ranks().size,))
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         gradient = distribute_tensor(gradient, mesh, [Shard(0)])
     optimizer = Muon(weight_decay=0.0).make(

@@ -15,7 +15,7 @@ from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rounding import Split, Stochastic
 from lowvram.core.shards import whole, whole_norms
 from lowvram.core.step import step
@@ -109,7 +109,7 @@ def test_a_layers_step_does_not_depend_on_the_size_of_gradients() -> None:
 
 def sharded(knob: LARS | LAMB) -> tuple[list[Tensor], int]:
     """The weights after four updates of their shards, and how often ranks met in one update of all."""
-    mesh = init_device_mesh("cpu", (num_ranks(),))
+    mesh = init_device_mesh("cpu", (data_ranks().size,))
     shapes = [place for place, shape in enumerate(SHAPES) if shape]  # a number can't be sharded
     parameters = [nn.Parameter(distribute_tensor(drawn(0)[place], mesh, [Shard(0)])) for place in shapes]
     optimizer = knob.make(parameters)

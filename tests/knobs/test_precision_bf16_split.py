@@ -16,7 +16,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import CORRECTION, Split
 from lowvram.core.shards import whole
@@ -197,7 +197,9 @@ def test_a_plan_is_what_is_measured(problem: str, stepping: str) -> None:
 def trained(stepping: str, **choices: str | Knob) -> tuple[list[Tensor], dict[str, Tensor]]:
     task = PROBLEMS["transformer"]
     rig = assemble(task, knobs_of(precision="bf16_split", stepping=stepping, **choices), CPU)
-    losses = [step(rig, Parts(num_ranks()).split(batch)[rank()])[0] for batch in batches(task.spec, [8] * 4)]
+    losses = [
+        step(rig, Parts(data_ranks().size).split(batch)[data_ranks().rank])[0] for batch in batches(task.spec, [8] * 4)
+    ]
     return losses, {name: whole(weight) for name, weight in rig.model.named_parameters()}
 
 
@@ -233,7 +235,7 @@ def resumed_on_ranks(precision: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     """Weights after four steps on this rank's shards; and after two, a snapshot and two more."""
     task = PROBLEMS["transformer"]
     first, second = (assemble(task, knobs_of(precision=precision, sharding="fsdp"), CPU) for _ in range(2))
-    halves = [Parts(num_ranks()).split(batch)[rank()] for batch in batches(task.spec, [8] * 4)]
+    halves = [Parts(data_ranks().size).split(batch)[data_ranks().rank] for batch in batches(task.spec, [8] * 4)]
     for half in halves[:2]:
         step(first, half)
     saved = [gathered_everywhere(state) for state in (first.model.state_dict(), first.stepper.state_dict())]

@@ -21,8 +21,8 @@ from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import Peak, ledger
+from lowvram.core.mesh import data_ranks
 from lowvram.core.peak import ROUND_BYTES
-from lowvram.core.ranks import num_ranks
 from lowvram.core.shards import local, whole
 from lowvram.core.step import step
 from lowvram.knobs.sharding import DDP, FSDP
@@ -255,7 +255,7 @@ def test_the_head_may_be_read_after_the_forward() -> None:
 
 
 def adafactor_over_shards() -> None:
-    mesh = init_device_mesh("cpu", (num_ranks(),))
+    mesh = init_device_mesh("cpu", (data_ranks().size,))
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     weight.grad = torch.ones_like(weight)
     torch.optim.Adafactor([weight]).step()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.shards import whole
 from lowvram.core.states import whole_model
 from tests.laboratory import relative_error
@@ -64,8 +64,8 @@ def trained(make: type[nn.Module], options: str = "") -> dict[str, Tensor]:
     torch.manual_seed(1127)
     model, x, targets = make(), torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))
     x[:, 0] = torch.where(torch.arange(SIZE) < SIZE // 2, x[:, 0].abs(), -x[:, 0].abs())
-    each = SIZE // num_ranks()
-    mine = slice(each * rank(), each * (rank() + 1))
+    each = SIZE // data_ranks().size
+    mine = slice(each * data_ranks().rank, each * (data_ranks().rank + 1))
     rig = lowvram.assemble(lowvram.task(model, x, blocks=getattr(model, "of_class", None)), f"{SGD} {options}", "cpu")
     for _ in range(STEPS):
         lowvram.step(rig, lowvram.Part(x[mine], targets[mine]))
@@ -220,7 +220,7 @@ class Centred(nn.Module):
 
 
 def trained_buffers() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    torch.manual_seed(rank())
+    torch.manual_seed(data_ranks().rank)
     x, targets = torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))
     torch.manual_seed(1127)
     rig = lowvram.assemble(lowvram.task(Centred(), x), f"{SGD} sharding=ddp", "cpu")

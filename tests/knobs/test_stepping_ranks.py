@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core.assemble import assemble
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
@@ -45,7 +45,7 @@ def trained(choices: Choices) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     task = InDouble(PROBLEMS["transformer"])
     rig, losses, norms = assemble(task, knobs_of(**choices), CPU), [], []
     for batch in batches(task.spec, SIZES, torch.float64):
-        loss, update = step(rig, Parts(num_ranks()).split(batch)[rank()])
+        loss, update = step(rig, Parts(data_ranks().size).split(batch)[data_ranks().rank])
         assert update.applied
         losses.append(loss)
         norms.append(update.grad_norm)

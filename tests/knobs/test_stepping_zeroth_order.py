@@ -17,7 +17,7 @@ from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part, Rig
 from lowvram.core.seeds import generator_for
 from lowvram.core.step import step
@@ -247,7 +247,10 @@ def test_ranks_go_along_the_same_direction_with_the_sum_of_their_losses() -> Non
 
 def trained(sharding: str) -> tuple[Tensor, dict[str, Tensor]]:
     rig = rig_of("transformer", sharding=sharding, accum="x2")
-    slices = [Parts(num_ranks()).split(batch)[rank()] for batch in batches(PROBLEMS["transformer"].spec, [16] * 3)]
+    slices = [
+        Parts(data_ranks().size).split(batch)[data_ranks().rank]
+        for batch in batches(PROBLEMS["transformer"].spec, [16] * 3)
+    ]
     losses = torch.stack([step(rig, batch)[0] for batch in slices])
     return losses, {name: parameter.detach() for name, parameter in rig.model.named_parameters()}
 

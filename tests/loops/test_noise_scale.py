@@ -13,8 +13,8 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
+from lowvram.core.mesh import data_ranks
 from lowvram.core.probes.blocks import FoundBlocks
-from lowvram.core.ranks import rank
 from lowvram.core.rig import IGNORE, Part, Task
 from lowvram.core.step import step
 from lowvram.core.structure import Blocks, Structure
@@ -85,7 +85,7 @@ def found_of(
     knobs = {**knobs_of(optimizer=SGD(lr=1e-12, momentum=0.0), **choices), **found.knobs()}
     rig = assemble(Quadratic(), knobs, CPU)
     for seed in range(num_steps):
-        step(rig, batch_of(num_samples, num_steps * rank() + seed, share_ignored))
+        step(rig, batch_of(num_samples, num_steps * data_ranks().rank + seed, share_ignored))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import rank
+from lowvram.core.mesh import data_ranks
 from lowvram.export.folder import load
 from lowvram.loops.measure import Measure
 from lowvram.loops.session import Interrupted
@@ -26,7 +26,7 @@ ALL: Choices = {"accum": "x2", "ckpt": "every2"}
 
 def train_on_ranks(folder: Path, problem: str, choices: Choices, told: Told, is_resumed: bool = False) -> Any:
     """The losses that were told and the row; None for a run that was stopped. Only rank 0 is asked to stop."""
-    told.stop_at = told.stop_at if rank() == 0 else None
+    told.stop_at = told.stop_at if data_ranks().is_first else None
     session = session_in(folder, problem, choices=choices, told=told, is_resumed=is_resumed, eval_every=2)
     try:
         row = Train().run(session)

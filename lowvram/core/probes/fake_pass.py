@@ -19,9 +19,9 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core.changes import Look
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.mesh import all_ranks
 from lowvram.core.model_copies import copied
 from lowvram.core.places import Places
-from lowvram.core.ranks import rank
 
 T = TypeVar("T")
 UNTRIED = set[tuple[type, str]]()  # models, and questions about them of which the user knows that nobody has answered
@@ -62,7 +62,7 @@ def tell_untried(model: nn.Module, unknown: str, error: Exception) -> None:
         unknown: what nobody knows now, and what the user can do about it.
         error: that of the trial.
     """
-    if rank() == 0 and (type(model), unknown) not in UNTRIED:
+    if all_ranks().is_first and (type(model), unknown) not in UNTRIED:
         UNTRIED.add((type(model), unknown))
         print(f"note: this model can't be tried without memory, so that nobody knows {unknown} ({first_line(error)})")
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.mesh import data_ranks
 from lowvram.core.probes import stated
 from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES
-from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.seeds import generator_for
 from lowvram.core.structure import BLOCKS, unless
@@ -163,10 +163,10 @@ class Draws:
     def factors(self, num_samples: int, device: torch.device) -> Tensor:
         """Of the next samples of this rank's slice: (l, k, n), fp32. All slices are equally large. Where a step passes
         several times over its parts, each pass draws the same."""
-        begin = rank() * self.num_samples + self.num_begun % self.num_samples
+        begin = data_ranks().rank * self.num_samples + self.num_begun % self.num_samples
         self.num_begun += num_samples
         generator = generator_for(self.seed, f"stochastic depth {self.step}", device)
-        shape = (len(self.branches), max(map(len, self.branches)), num_ranks() * self.num_samples)
+        shape = (len(self.branches), max(map(len, self.branches)), data_ranks().size * self.num_samples)
         drawn_lkn = torch.rand(shape, generator=generator, device=device)[..., begin : begin + num_samples]
         share_l11 = 1 - torch.linspace(0, self.rate, len(self.branches), device=device)[:, None, None]
         return (drawn_lkn < share_l11) / share_l11

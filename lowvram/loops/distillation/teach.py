@@ -11,7 +11,7 @@ import torch
 
 from lowvram.config.errors import BadInput, require
 from lowvram.core.ledger import ledger
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import IGNORE, Part
 from lowvram.core.soft_targets import ROWS
 from lowvram.data.randomness import Key
@@ -73,7 +73,7 @@ def checked(session: Session) -> Distilled:
     allowed = "0 with mode=teach, which keeps predictions alone"
     require(not config.feature_weight, WEIGHT, config.feature_weight, allowed)
     require(not session.is_resumed, "mode", "teach", "train: only a run with snapshots can be resumed")
-    require(num_ranks() == 1, "sharding.ranks", num_ranks(), "1 with mode=teach")
+    require(all_ranks().size == 1, "sharding.ranks", all_ranks().size, "1 with mode=teach")
     check_rows(session.data.spec, "with mode=teach, which asks about samples, not rows")
     return problem
 

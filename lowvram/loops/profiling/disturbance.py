@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowvram.compat.torch_cuda import nvml_handle
-from lowvram.core.ranks import num_ranks
+from lowvram.core.mesh import all_ranks
 from lowvram.loops.fields import Fields, percentiles
 
 ALLOWED = 0.1  # relative: up to this much waiting or spread is no disturbance
@@ -94,7 +94,7 @@ def watch_for(device: torch.device) -> DisturbanceWatch:
 
 def has_company() -> bool:
     """Whether other processes of the same point share the processors: other ranks, or a data loader's workers."""
-    return num_ranks() > 1 or bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    return all_ranks().size > 1 or bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def disturbance(watch: DisturbanceWatch, step_ms: Sequence[float], token_counts: Sequence[Tensor]) -> Fields:

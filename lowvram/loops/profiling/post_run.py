@@ -16,9 +16,9 @@ from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.kind import Kind
 from lowvram.core.knob import is_compiled
 from lowvram.core.ledger import ledger
+from lowvram.core.mesh import all_ranks
 from lowvram.core.peak import Peak
 from lowvram.core.phases import BETWEEN, with_phases
-from lowvram.core.ranks import agree, num_ranks, rank
 from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.core.timeline import Timeline
@@ -53,7 +53,7 @@ def post_run(session: Session, batches: TimedBatches, peaks: dict[str, Any] | No
         memory = memory_of_compiled if is_compiled(session.knobs.values()) else memory_by_kind
         found["memory"] = {**before, **memory(session, largest, before)}
     except torch.OutOfMemoryError:
-        if num_ranks() > 1:  # the other ranks wait for this one
+        if all_ranks().size > 1:  # the other ranks wait for this one
             raise
         print(f"memory by kind is unknown: {NO_ROOM}")
     return found
@@ -109,7 +109,7 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
 
 def send(session: Session, timeline: Timeline) -> None:
     """Send the memory over the step to the parent, for the report and the loggers. Only rank 0 does."""
-    if rank() == 0:
+    if all_ranks().is_first:
         moments = [[event, phase, *by_kind.values()] for event, phase, by_kind in timeline.moments()]
         session.events("memory_over_step", kinds=[kind.value for kind in Kind], moments=moments)
 
@@ -124,7 +124,7 @@ def beyond_tensors(session: Session, malloc: MallocWatch, peak: Peak) -> int | N
 
 def report_for(session: Session) -> TensorReport:
     """The report of the largest tensors if `measure.largest_tensors` is set. Only rank 0 writes one."""
-    is_wanted = session.settings.measure.largest_tensors and rank() == 0
+    is_wanted = session.settings.measure.largest_tensors and all_ranks().is_first
     return LargestTensors(session.rig.model, session.rig.device, session.folder) if is_wanted else NoReport()
 
 
@@ -151,7 +151,7 @@ def phase_times(rig: Rig, batch: Part) -> tuple[dict[str, float], int]:
     """Run a few extra steps; returns median milliseconds of forward, backward and update, and the number of steps."""
     sums: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
     end = time.monotonic() + PHASE_SECONDS
-    while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):
+    while len(sums["update"]) < PHASE_STEPS and not all_ranks().any(bool(sums["update"]) and time.monotonic() > end):
         clock = clock_for(rig.device)
         step(with_phases(rig, clock), batch)
         clock.mark(BETWEEN)

@@ -1,0 +1,133 @@
+"""The ranks of a point, as the groups that do something together: all ranks, those with samples of their own, and those
+that hold the shards of a tensor. Today these are one group; code names the one that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from lowvram.compat.torch_fake import without_fake_mode
+from lowvram.compat.torch_modes import without_dispatch_modes
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that do something together. A method called a collective must be called by each of them.
+
+    Args:
+        group: torch's; None for all ranks of the point.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among them, counted from 0."""
+        return dist.get_rank(self.group) if has_process_group() else 0
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group) if has_process_group() else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of them: the one that writes and prints for all."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any of them. A collective. Waits for no device."""
+        if self.size == 1:
+            return flag
+        answer = torch.tensor(int(flag))
+        dist.all_reduce(answer, dist.ReduceOp.MAX, self.group)
+        return bool(answer)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over them, as a new tensor. A collective. Doesn't wait for a CUDA device."""
+        total = tensor.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def largest(self, values: list[int]) -> list[int]:
+        """Of each value the largest on any of them. A collective of `on_hosts`. Waits for no device."""
+        with without_dispatch_modes():  # it belongs to no step that is traced or measured
+            numbers = torch.tensor(values)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, self.group)
+            return numbers.tolist()
+
+    def send_from_first(self, tensor: Tensor) -> None:
+        """Give a tensor, in place, the values that it has on the first of them. A collective."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each, in their order. A collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """The first leaves the block before the others enter it. A collective."""
+        if not self.is_first:
+            dist.barrier(self.group)
+        yield
+        if self.is_first and self.size > 1:
+            dist.barrier(self.group)
+
+    def on_hosts(self) -> Ranks | None:
+        """The same ranks, for messages between their hosts that meet no other message; None where there is nobody to
+        talk to: one rank, or a plan's fake ones. A collective."""
+        if self.size == 1 or dist.get_backend(self.group) == "fake":
+            return None
+        ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return Ranks(group)
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is initialised, so that this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_ranks() -> Ranks:
+    """All processes of the point."""
+    return Ranks()
+
+
+def data_ranks() -> Ranks:
+    """The ranks that share out the samples of a logical batch: each computes a slice."""
+    return Ranks()
+
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def groups_of(tensor: Tensor) -> Groups:
+    """The groups of ranks over which a tensor is sharded, one for each dimension of its mesh that splits it: a sum over
+    all its elements is a sum over each of them. Empty if this rank holds it whole."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, places = tensor.device_mesh, enumerate(tensor.placements)
+    return tuple(mesh.get_group(dim) for dim, place in places if not isinstance(place, Replicate))
+
+
+def device_mesh(device: torch.device) -> DeviceMesh:
+    """The data ranks as torch's mesh (size,) of such devices, over which weights can be sharded."""
+    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
+        return init_device_mesh(device.type, (data_ranks().size,))
