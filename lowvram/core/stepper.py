@@ -57,6 +57,10 @@ class Stepper(ABC):
         """What the stepper did, for a run's row: fields by the name of their section."""
         return {}
 
+    def remark(self) -> str | None:
+        """One sentence if a run has ended otherwise than the knobs' caveats say, else None."""
+        return None
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and plain values."""
@@ -92,6 +96,9 @@ class StepperAround(Stepper):
 
     def figures(self) -> dict[str, dict[str, Any]]:
         return self.inner.figures()
+
+    def remark(self) -> str | None:
+        return self.inner.remark()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

@@ -38,11 +38,9 @@ def merged(*fragments: Fields) -> Fields:
 def common(session: Session) -> Fields:
     """The fields that all modes have: the model, changed semantics, the loss scale, and the noise scale."""
     about = about_model(session.problem, session.rig.model, session.knobs.values())
-    masked = session.settings.groups["sparsity"].layers_with_masks(session.rig.structure)
     return {
         **merged(
             about,
-            {"model": {"share_of_zeros": share_of_zeros([layer.weight for layer in masked.values()])}},
             {"precision": {"skipped_steps": 0, "scale": None}},
             session.rig.stepper.figures(),
         ),
@@ -53,8 +51,8 @@ def common(session: Session) -> Fields:
 def trained(session: Session) -> Fields:
     """As `common`, of a run that has made all of its steps."""
     told = common(session)
-    missed = session.settings.groups["sparsity"].missed(session.rig.stepper.state_dict())
-    return told | {"semantics_changed": f"{told['semantics_changed']}; {missed}"} if missed else told
+    remark = session.rig.stepper.remark()
+    return told | {"semantics_changed": f"{told['semantics_changed']}; {remark}"} if remark else told
 
 
 def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
@@ -68,12 +66,6 @@ def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
         },
         "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,
     }
-
-
-def share_of_zeros(weights: Sequence[Tensor]) -> float | None:
-    """The share of elements that are exactly 0; None without weights."""
-    num_others = sum(int(weight.detach().count_nonzero()) for weight in weights)
-    return 1 - num_others / sum(map(Tensor.numel, weights)) if weights else None
 
 
 def described_blocks(blocks: Iterable[nn.Module]) -> str:

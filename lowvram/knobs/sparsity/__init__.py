@@ -7,6 +7,6 @@ zeros.
 from lowvram.knobs.sparsity.dynamic import RigL, Set
 from lowvram.knobs.sparsity.pruning import Magnitude, Movement
 from lowvram.knobs.sparsity.two_of_four import TwoOfFour
-from lowvram.knobs.sparsity.weights import NoSparsity, Sparsity
+from lowvram.knobs.sparsity.weights import NoSparsity
 
-__all__ = ["Magnitude", "Movement", "NoSparsity", "RigL", "Set", "Sparsity", "TwoOfFour"]
+__all__ = ["Magnitude", "Movement", "NoSparsity", "RigL", "Set", "TwoOfFour"]

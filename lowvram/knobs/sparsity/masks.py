@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -31,6 +31,8 @@ from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.rounding import CORRECTION
 from lowvram.core.stepper import Stepper, StepperAround, Update
+
+VISIBLE = 1e-3  # a smaller difference of shares isn't told: `share` is met to the unit
 
 
 @final
@@ -134,10 +136,14 @@ class Rule(ABC):
 
 @final
 class Masking:
-    """The masks of a rig, with the hooks that apply them."""
+    """The masks of a rig, with the hooks that apply them.
 
-    def __init__(self, masks: Sequence[Mask], rule: Rule) -> None:
-        self.masks, self.rule = {mask.weight: mask for mask in masks}, rule
+    Args:
+        final_share: the share of the weights with masks that is to be masked at the end.
+    """
+
+    def __init__(self, masks: Sequence[Mask], rule: Rule, final_share: float) -> None:
+        self.masks, self.rule, self.final_share = {mask.weight: mask for mask in masks}, rule, final_share
         self.step = 0  # of the run; counts steps without an update, too
         self.is_heeded = False  # by an optimizer
         for weight in self.masks:  # before a stepper's hooks, which may use the gradient and free it
@@ -191,21 +197,14 @@ class Masking:
                     yield parameter, mask
 
 
-def masked_share(state: Mapping[str, Any]) -> float:
-    """Which share of the weights with masks is masked.
-
-    Args:
-        state: of the stepper of a rig with masks, whatever steppers are around that of the masks.
-    """
-    while "masked" not in state:
-        state = state["inner"]
-    masks: Iterable[Tensor] = state["masked"].values()
-    return sum(int(masked.count_nonzero()) for masked in masks) / sum(map(Tensor.numel, masks))
+def share_of_others(tensors: Sequence[Tensor]) -> float:
+    """The share of elements that aren't 0, or aren't false."""
+    return sum(int(tensor.count_nonzero()) for tensor in tensors) / sum(map(Tensor.numel, tensors))
 
 
 @final
 class MaskingStepper(StepperAround):
-    """Counts the steps for the masks, and saves them with the inner stepper's state."""
+    """Counts the steps for the masks, saves them with the inner stepper's state, and tells what has become of them."""
 
     def __init__(self, inner: Stepper, masking: Masking) -> None:
         super().__init__(inner)
@@ -226,6 +225,18 @@ class MaskingStepper(StepperAround):
         update = self.inner.update()
         self.masking.step += 1
         return update
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """`share_of_zeros`: of the weights that have masks, which share is exactly 0."""
+        weights = [weight.detach() for weight in self.masking.masks]
+        return {**self.inner.figures(), "model": {"share_of_zeros": 1 - share_of_others(weights)}}
+
+    def remark(self) -> str | None:
+        share, wanted = share_of_others([mask.masked for mask in self.masking.masks.values()]), self.masking.final_share
+        if abs(share - wanted) < VISIBLE:
+            return self.inner.remark()
+        why = "the run was resumed with other steps or shares, and masks once set stay"
+        return f"{share:.4g} of them are masked at the end, not {wanted:.4g}: {why}"
 
     def state_dict(self) -> dict[str, Any]:
         masks = self.masking.masks.values()

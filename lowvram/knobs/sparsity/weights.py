@@ -19,38 +19,18 @@ from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS, Structure
-from lowvram.knobs.sparsity.masks import Mask, Masking, Rule, masked_share
+from lowvram.knobs.sparsity.masks import Mask, Masking, Rule
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 UNKNOWN_STEPS = 100  # the length of a run that is only planned
-VISIBLE = 1e-3  # a smaller difference of shares isn't told: `share` is met to the unit
-
-
-class Sparsity(Knob):
-    """The base of this group's options."""
-
-    stage = Stage.OPTIMIZER
-
-    def layers_with_masks(self, known: Structure) -> Mapping[str, Any]:
-        """The layers whose weights have masks, by name."""
-        del known
-        return {}
-
-    def missed(self, state: Mapping[str, Any]) -> str | None:
-        """One sentence if a run has ended with other masks than `caveat` says, else None.
-
-        Args:
-            state: of its stepper.
-        """
-        del state
-        return None
 
 
 @final
 @dataclass(frozen=True)
-class NoSparsity(Sparsity):
+class NoSparsity(Knob):
     """No weight is kept at zero."""
 
+    stage = Stage.OPTIMIZER
     searched = False
 
     def apply(self, rig: Rig) -> Rig:
@@ -58,12 +38,13 @@ class NoSparsity(Sparsity):
 
 
 @dataclass(frozen=True)
-class Masked(Sparsity):
+class Masked(Knob):
     """The base of options with masks. They change what is learnt, and save no memory."""
 
     layers: list[str] | None = None
     steps: int | None = None
 
+    stage = Stage.OPTIMIZER
     exactness = Exactness.LOSSY
     band = 1e-5  # of gradients of the same masked weights
 
@@ -94,6 +75,7 @@ class Masked(Sparsity):
         return self.steps or UNKNOWN_STEPS
 
     def layers_with_masks(self, known: Structure) -> Mapping[str, Any]:
+        """The layers whose weights have masks, by name."""
         layers = layers_of(known.model)
         if self.layers is None:
             found = in_blocks(known, layers)
@@ -109,15 +91,8 @@ class Masked(Sparsity):
         masks = [Mask(name, layer) for name, layer in self.layers_with_masks(rig.structure).items()]
         allowed = "the number of updates, where no train.steps gives it: set sparsity.steps, or call `for_steps`"
         require(self.steps is not None or is_fake(masks[0].masked), "sparsity.steps", self.steps, allowed)
-        masking = Masking(masks, self.rule(masks))
+        masking = Masking(masks, self.rule(masks), self.final_share)
         return replace(rig, make_optimizer=masking.around(rig.make_optimizer)).then_over_time(masking.start)
-
-    def missed(self, state: Mapping[str, Any]) -> str | None:
-        share = masked_share(state)
-        if abs(share - self.final_share) < VISIBLE:
-            return None
-        why = "the run was resumed with other steps or shares, and masks once set stay"
-        return f"{share:.4g} of them are masked at the end, not {self.final_share:.4g}: {why}"
 
     def can_mask(self, layer: Any) -> bool:
         return layer.weight.requires_grad
