@@ -14,9 +14,11 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
+from lowvram.core.probes.blocks import FoundBlocks
 from lowvram.core.probes.draws import NO_RANDOMNESS, FirstDraw
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
+from lowvram.core.structure import Blocks, Structure
 from lowvram.knobs.adapter import Freeze, Lora, QLora
 from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Phase
@@ -87,8 +89,10 @@ def test_no_name_at_all_is_refused() -> None:
 
 
 class Headless(InDouble):
-    def head(self, model: nn.Module) -> None:
-        return None
+    def structure(self, model: nn.Module) -> Structure:
+        known = super().structure(model)
+        stated = {**known.stated, Blocks(): lambda known: FoundBlocks((), None, has_plain_blocks=False)}
+        return replace(known, stated=stated, found={})
 
 
 def test_freeze_needs_a_head_or_names() -> None:

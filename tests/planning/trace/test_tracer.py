@@ -21,6 +21,7 @@ from lowvram.core.knob import Knob, is_compiled
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
+from lowvram.core.structure import Stating
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
@@ -263,6 +264,9 @@ class AskingProblem(LanguageModel):
 
     def make_model(self) -> nn.Module:
         return Asking(super().make_model(), self.ask)
+
+    def stated(self) -> Stating:
+        return {}  # what is known of the model inside isn't known of the one around it
 
     def values(self, model: Any, seed: int) -> Fill:
         fill = super().values(model.inner, seed)
