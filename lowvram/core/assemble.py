@@ -54,8 +54,9 @@ def assemble(
     check_trainable(rig.model)
     shared = names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
-    check_conflicts(rig.structure, knobs, absent_facts(device, all_ranks().size) if absent is None else absent)
-    check_compilable(rig.structure, knobs)
+    known = task.structure(rig.model)
+    check_conflicts(known, knobs, absent_facts(device, all_ranks().size) if absent is None else absent)
+    check_compilable(known, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.BUILD:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.compat.torch_modes import without_dispatch_modes
@@ -113,18 +112,6 @@ def all_ranks() -> Ranks:
 def data_ranks() -> Ranks:
     """The ranks that share out the samples of a logical batch: each computes a slice."""
     return Ranks()
-
-
-Groups = tuple[dist.ProcessGroup, ...]
-
-
-def groups_of(tensor: Tensor) -> Groups:
-    """The groups of ranks over which a tensor is sharded, one for each dimension of its mesh that splits it: a sum over
-    all its elements is a sum over each of them. Empty if this rank holds it whole."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh, places = tensor.device_mesh, enumerate(tensor.placements)
-    return tuple(mesh.get_group(dim) for dim, place in places if not isinstance(place, Replicate))
 
 
 def device_mesh(device: torch.device) -> DeviceMesh:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lowvram.compat.torch_ops import norms
-from lowvram.core.mesh import Groups, groups_of
 
 T = TypeVar("T")
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -138,6 +138,15 @@ def whole_norms(norms: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
             for place, norm in zip(places, squares.sqrt().unbind(), strict=True):
                 found[place] = norm
     return torch.stack(found)
+
+
+def groups_of(tensor: Tensor) -> Groups:
+    """The groups of ranks over which a tensor is sharded, one for each dimension of its mesh that splits it: a sum over
+    all its elements is a sum over each of them. Empty if this rank holds it whole."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, places = tensor.device_mesh, enumerate(tensor.placements)
+    return tuple(mesh.get_group(dim) for dim, place in places if not isinstance(place, Replicate))
 
 
 def is_sharded(tensor: Tensor) -> bool:

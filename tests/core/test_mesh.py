@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lowvram.core.mesh import Ranks, all_ranks, data_ranks, groups_of
-from lowvram.core.shards import SquareSum, local, norms_of, total_norm, whole_norms
+from lowvram.core.mesh import Ranks, all_ranks, data_ranks
+from lowvram.core.shards import SquareSum, groups_of, local, norms_of, total_norm, whole_norms
 from tests.ranks import on_ranks
 
 LAYOUTS = {  # over a mesh of two dimensions

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput
+from lowvram.core.mesh import Ranks
 from lowvram.core.rig import IGNORE, Part
-from lowvram.data import bucketed as bucketed_module
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.bucketed import Bucketed, bucketed_keys
 from lowvram.data.glyphs import Glyphs
@@ -79,10 +79,10 @@ def test_no_sample_meets_itself_where_there_are_few() -> None:
 
 def test_the_slices_of_all_ranks_make_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(itertools.islice(bucketed_keys(TEXTS, 8, 0, 5, 50), 4))
-    monkeypatch.setattr(bucketed_module, "num_ranks", lambda: 3)
+    monkeypatch.setattr(Ranks, "size", 3)
     shares = []
     for each in range(3):
-        monkeypatch.setattr(bucketed_module, "rank", lambda each=each: each)
+        monkeypatch.setattr(Ranks, "rank", each)
         shares.append(list(itertools.islice(bucketed_keys(TEXTS, 8, 0, 5, 50), 4)))
     assert [list(itertools.chain(*slices)) for slices in zip(*shares, strict=True)] == whole
 

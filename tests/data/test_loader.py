@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowvram.core.mesh import Ranks
 from lowvram.core.rig import Part
-from lowvram.data import loader as loader_module
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import Inline, Loader, TimedBatches, Workers, batch_keys, eval_batches, slice_of, stacked
@@ -201,10 +201,10 @@ def test_slices_are_those_of_tensor_split(length: int, num_slices: int) -> None:
 @pytest.mark.parametrize("loader", LOADERS, ids=repr)
 def test_the_slices_of_all_ranks_make_the_batch(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = first_batches(loader, Numbers(10), 4, first_step=3)
-    monkeypatch.setattr(loader_module, "num_ranks", lambda: 3)
+    monkeypatch.setattr(Ranks, "size", 3)
     slices = []
     for each in range(3):
-        monkeypatch.setattr(loader_module, "rank", lambda each=each: each)
+        monkeypatch.setattr(Ranks, "rank", each)
         slices.append(first_batches(loader, Numbers(10), 4, first_step=3))
     batches = list(zip(*slices, strict=True))
     assert [part.num_samples for part in batches[0]] == [2, 1, 1]
@@ -218,10 +218,10 @@ def joined(parts: tuple[Part, ...]) -> Part:
 @pytest.mark.parametrize("num_samples", [10, 8, 3, 1])
 def test_ranks_share_what_is_held_out(num_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample's target counts once, and all ranks compute as many batches."""
-    monkeypatch.setattr(loader_module, "num_ranks", lambda: 2)
+    monkeypatch.setattr(Ranks, "size", 2)
     shares = []
     for each in range(2):
-        monkeypatch.setattr(loader_module, "rank", lambda each=each: each)
+        monkeypatch.setattr(Ranks, "rank", each)
         shares.append(list(eval_batches(Numbers(num_samples), 2, CPU)))
     assert len(shares[0]) == len(shares[1])
     counted = [target for share in shares for part, counts in share if counts for target in part.targets.tolist()]

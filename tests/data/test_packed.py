@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput
+from lowvram.core.mesh import Ranks
 from lowvram.core.rig import IGNORE, Part
-from lowvram.data import packed as packed_module
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import collate
@@ -116,10 +116,10 @@ def test_resuming_at_any_step_gives_the_same_batches(loader: Packed, first_step:
 
 def test_ranks_have_as_many_rows_and_together_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [sorted(sequences(part)) for part in taken(Packed(), 5)]
-    monkeypatch.setattr(packed_module, "num_ranks", lambda: 4)
+    monkeypatch.setattr(Ranks, "size", 4)
     shares = []
     for each in range(4):
-        monkeypatch.setattr(packed_module, "rank", lambda each=each: each)
+        monkeypatch.setattr(Ranks, "rank", each)
         shares.append(taken(Packed(), 5))
     for parts, wanted in zip(zip(*shares, strict=True), whole, strict=True):
         assert len({part.targets.shape for part in parts}) == 1

@@ -17,6 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
+from lowvram.core.mesh import Ranks
 from lowvram.core.probes.stated import BRANCHES
 from lowvram.core.rig import Rig
 from lowvram.core.states import load_whole, trained_state
@@ -24,7 +25,7 @@ from lowvram.core.step import step
 from lowvram.core.structure import Blocks
 from lowvram.knobs.adapter import BAdam
 from lowvram.knobs.compile import Traced
-from lowvram.knobs.depth import LayerDrop, StochasticDepth, stochastic
+from lowvram.knobs.depth import LayerDrop, StochasticDepth
 from lowvram.knobs.depth.same_shape import SameShape
 from lowvram.knobs.depth.stochastic import Added, Branch, Draws
 from lowvram.knobs.sparsity import Magnitude
@@ -221,8 +222,8 @@ def test_each_rank_draws_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what one process draws for the whole batch."""
 
     def factors_of(this: int, ranks: int) -> Tensor:
-        monkeypatch.setattr(stochastic, "rank", lambda: this)
-        monkeypatch.setattr(stochastic, "num_ranks", lambda: ranks)
+        monkeypatch.setattr(Ranks, "rank", this)
+        monkeypatch.setattr(Ranks, "size", ranks)
         draws = Draws(two_branches(3), 0.6, seed=0)
         draws.num_samples = 12 // ranks
         return torch.cat([draws.factors(2, CPU) for _ in range(draws.num_samples // 2)], -1)
