@@ -19,8 +19,7 @@ from lowvram.config.identity import device_name, installed_version
 from lowvram.config.settings import GROUPS, is_inline
 from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
-from lowvram.launch.client import Event, Server
-from lowvram.launch.in_process import Inline
+from lowvram.launch.client import Event, Runner
 from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import StopConditions
@@ -85,9 +84,7 @@ class ChildResult:
 class Comparison:
     """Measures the fidelity of one point."""
 
-    def __init__(
-        self, point: Point, server: Server | Inline, progress: Progress, stop_signals: Callable[[], int]
-    ) -> None:
+    def __init__(self, point: Point, server: Runner, progress: Progress, stop_signals: Callable[[], int]) -> None:
         self.point, self.server, self.progress, self.stop_signals = point, server, progress, stop_signals
         self.num_steps: int = point.config["measure"]["fidelity_steps"]
         self.folder = point.folder / "fidelity"  # the children's files, while they run

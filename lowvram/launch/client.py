@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
 from lowvram.launch.protocol import Event, EventReaders, Listener
-from lowvram.launch.supervisor import ACKNOWLEDGED, KILL, ORPHAN_GRACE_S, STOPS
+from lowvram.launch.supervisor import KILL, ORPHAN_GRACE_S, STOPS
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # the longest delay before a signal or a time-out is passed on
@@ -29,11 +28,28 @@ STOP_GRACE_S = ORPHAN_GRACE_S + 5.0  # how long a server may take to end its chi
 Ending = dict[str, Any]  # of one rank: see Supervisor.ended
 
 
+class Runner(Protocol):
+    """Runs the ranks of one point after another: a fork server, or this very process (process=inline)."""
+
+    disturbs: str | None  # why what is measured isn't comparable; None if it is
+    is_fresh: bool  # whether each request gets new processes, so that a point can be repeated
+
+    def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
+        """Wait until torch is imported, so that this doesn't count for a point's time; or until there is an order."""
+        ...
+
+    def run(
+        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
+    ) -> list[Ending] | None:
+        """Run the ranks of one point to their end: see `Server.run`."""
+        ...
+
+
 class Server:
     """The parent's handle of one fork server, which is started when it is first needed, and again if it dies."""
 
-    disturbs = None  # nothing disturbs measurements: a child runs only its point
-    is_fresh = True  # each request gets new processes
+    disturbs: str | None = None  # a child runs only its point
+    is_fresh = True
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,8 +90,6 @@ class Server:
         self._process = self._socket = last_resort.server_pid = None
 
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
-        """Wait until the server has imported torch, so that this doesn't count for a point's time; or until there is an
-        order."""
         self.start()
         with suppress(OSError):  # the server has died; `run` will then return None
             self._wait_ready(order)
@@ -86,8 +100,7 @@ class Server:
         """Run the ranks of one point to their end.
 
         Args:
-            on_event: called with each event of a rank, in the rank's order. When it returns from a "commit", the first
-                rank gets an answer.
+            on_event: called with each event of a rank, in the rank's order.
             order: called every POLL_S; TERM or KILL, if it returns one, is passed on to all ranks.
             held: descriptors of locked files, which the ranks (and no other process of the server) keep open, so that
                 the locks last as long as any rank lives.
@@ -99,22 +112,20 @@ class Server:
         self.start()
         ended = None
         reader, writer = os.pipe()
-        answers, answer = os.pipe()
         try:
-            with EventReaders(on_event, partial(acknowledge, answer)) as events:
+            with EventReaders(on_event) as events:
                 events.add(reader)
-                if self._hand_over(request, [writer, answers, *held], [writer, answers], order):
+                if self._hand_over(request, [writer, *held], writer, order):
                     ended = self._follow(events, order)
         finally:
-            os.close(answer)
             if ended is None:  # it is dead, or `on_event` has raised: the next request gets a new server
                 self.stop()
         return ended
 
     def _hand_over(
-        self, request: dict[str, Any], fds: Sequence[int], to_close: Sequence[int], order: Callable[[], bytes | None]
+        self, request: dict[str, Any], fds: Sequence[int], to_close: int, order: Callable[[], bytes | None]
     ) -> bool:
-        """Send the request, and close the descriptors `to_close` in this process; False if the server has died, or if
+        """Send the request, and close the descriptor `to_close` in this process; False if the server has died, or if
         an order came first."""
         try:
             if not self._wait_ready(order):
@@ -123,8 +134,7 @@ class Server:
         except OSError:
             return False
         finally:
-            for fd in to_close:
-                os.close(fd)
+            os.close(to_close)
         return True
 
     @property
@@ -180,12 +190,6 @@ class Server:
         for fd in fds:
             events.add(fd)
         return None if fds else message
-
-
-def acknowledge(fd: int) -> None:
-    """Tell the first rank, if it still lives, that its "commit" was handled."""
-    with suppress(BrokenPipeError):
-        os.write(fd, ACKNOWLEDGED)
 
 
 def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """The fork server: imports torch once, forks new children for every request, and kills what they leave behind.
 
 Run as `python -m lowvram.launch.fork_server SOCKET_FD`. A request is one message on the socket with file descriptors:
-the request itself (JSON in a memory file), the first rank's pipes for its events and for the parent's answers, and any
-number of descriptors that the ranks only keep open. The event pipe of each further rank is sent to the parent (see
+the request itself (JSON in a memory file), the first rank's pipe for its events, and any number of descriptors that the
+ranks only keep open. The event pipe of each further rank is sent to the parent (see
 supervisor.py). The answer says how the children ended. While they run, the messages TERM and KILL end them; a closed
 socket means that the parent is gone.
 
@@ -67,12 +67,12 @@ def serve(parent: socket.socket) -> bool:
         return False
     if message in (TERM, KILL):  # for a child that had ended already
         return True
-    request_fd, events_fd, answers_fd, *held = fds
+    request_fd, events_fd, *held = fds
     with os.fdopen(request_fd, "rb") as file:
         file.seek(0)
         request = json.load(file)
     supervisor = Supervisor(request, parent)
-    supervisor.run(events_fd, answers_fd, held)
+    supervisor.run(events_fd, held)
     num_strays = sweep_strays()
     if supervisor.parent_is_there:
         parent.send(json.dumps({"ended": supervisor.ended, "strays": num_strays}).encode())

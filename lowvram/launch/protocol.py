@@ -42,19 +42,15 @@ EVENTS: Mapping[str, Fields] = {
         "more_parts": int | None,
         "pid": int,
         "untold": list,
-        "known": list,
-        "marks": list,
     },
-    "commit": {},  # answered when all events before it are on disk
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
     "found": {"ranking": list, "account": list, "refusal": str | None},
     "history": {"losses": list},
     "memory_over_step": {"kinds": list, "moments": list},
-    "metrics": {"step": int, "values": dict},
+    "metrics": {"step": int, "values": dict, "is_late": bool},
     "planned": {"index": int, "fields": dict},
     "progress": {"step": int, "values": dict},
     "ready": {"fields": dict},
-    "record": {"step": int, "values": dict},
     "row": {"rank": int, "fields": dict},
     "say": {"text": str},
     "searched": {"num_plans": int},
@@ -158,14 +154,10 @@ def parsed(data: bytes) -> Event:
 
 
 class EventReaders:
-    """The pipes of all ranks of a point.
+    """The pipes of all ranks of a point."""
 
-    Args:
-        on_commit: called after `on_event` has returned from a "commit".
-    """
-
-    def __init__(self, on_event: Listener, on_commit: Callable[[], None]) -> None:
-        self._on_event, self._on_commit = on_event, on_commit
+    def __init__(self, on_event: Listener) -> None:
+        self._on_event = on_event
         self._readers: list[EventReader] = []
         self._files = ExitStack()
 
@@ -177,13 +169,7 @@ class EventReaders:
 
     def add(self, fd: int) -> None:
         file = self._files.enter_context(os.fdopen(fd, "rb", buffering=0))
-        self._readers.append(EventReader(file, self._pass_on))
-
-    def _pass_on(self, event: Event) -> None:
-        is_commit = event["event"] == "commit"  # read it first, as a listener may empty the event
-        self._on_event(event)
-        if is_commit:
-            self._on_commit()
+        self._readers.append(EventReader(file, self._on_event))
 
     def open_files(self) -> list[Any]:
         return [file for reader in self._readers for file in reader.open_files()]

@@ -27,7 +27,6 @@ from lowvram.results.files.run_folder import SNAPSHOTS
 
 WORKER = "lowvram.worker.main"  # started by its name: nothing here imports torch
 TERM, KILL = b"term", b"kill"
-ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
 MOST_FDS = 64  # with one message
 MOST_RANKS = 2**16  # of a point
 # A closed terminal asks to stop, too; not after nohup, which has it ignored in all processes that it starts.
@@ -54,7 +53,6 @@ class RankPlace:
 
     rank: int
     call: socket.socket | None = None  # of the first rank, which asks for the others through it
-    answers_fd: int = -1  # of the first rank: a pipe in which the parent answers its "commit"
     held: tuple[int, ...] = ()  # descriptors that it keeps open, and passes on to the ranks that it asks for
     num_ranks: int = 1
     port: int = 0  # of the first rank's store, on this machine
@@ -103,11 +101,11 @@ class Supervisor:
         self._late_s: float | None = None  # see `_first_late_s`
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
+    def run(self, events_fd: int, held: Sequence[int]) -> None:
         """Run the first rank and those that it asks for to their end. Closes the descriptors in this process."""
         with self._ours, self._theirs:
-            self._fork(RankPlace(0, self._theirs, answers_fd, tuple(held)), events_fd)
-            for fd in (events_fd, answers_fd, *held):
+            self._fork(RankPlace(0, self._theirs, tuple(held)), events_fd)
+            for fd in (events_fd, *held):
                 os.close(fd)
             while self._alive:
                 self._watch()

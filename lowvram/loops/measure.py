@@ -16,6 +16,7 @@ from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.evaluate import evaluate
+from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen
 from lowvram.loops.profiling.disturbance import disturbance, watch_for
@@ -30,9 +31,14 @@ class Measure:
 
     def run(self, session: Session) -> dict[str, Any]:
         require(not session.is_resumed, "mode", "measure", "train: only a run with snapshots can be resumed")
+        with MetricsLog(session.folder, session.events) as log:
+            return self.measured(session, log)
+
+    def measured(self, session: Session, log: MetricsLog) -> dict[str, Any]:
+        """The row's fields."""
         limits, device = session.settings.measure, session.rig.device
-        batches, clock, history = session.batches(0), clock_for(device), History(session)
-        session.begin(0, limits.warmup_steps + limits.steps)
+        batches, clock, history = session.batches(0), clock_for(device), History(session, log)
+        session.begin(0, limits.warmup_steps + limits.steps, log.begin())
         for _ in range(limits.warmup_steps):  # the first step makes the optimizer's state
             history.step(batches)
         synchronise(device)
@@ -42,7 +48,7 @@ class Measure:
             with clock.lap("step"):
                 history.step(batches)
         synchronise(device)
-        step_ms, losses = clock.laps_ms("step"), history.send()
+        step_ms, losses = clock.laps_ms("step"), history.log()
         timed_ms, waits_s, token_counts = history.timed(step_ms, batches.waits_s)
         disturbed = disturbance(watch, timed_ms, token_counts)
         return fields.merged(
@@ -57,10 +63,10 @@ class Measure:
 
 
 class History:
-    """The steps of a measurement. Losses stay on the device until `send`, so that no step waits for the device."""
+    """The steps of a measurement. Losses stay on the device until `log`, so that no step waits for the device."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, log: MetricsLog) -> None:
+        self._session, self._log = session, log
         self._steps: list[tuple[Tensor, Update]] = []
         self._num_applied = 0
         self._num_targets: list[Tensor] = []
@@ -94,8 +100,8 @@ class History:
         step_ms = [window_ms[index - warmup] for index in steady]
         return step_ms, chosen(waits_s, steady), chosen(self._token_counts, steady)
 
-    def send(self) -> Sequence[float]:
-        """Send a row of metrics.jsonl for every step; returns the losses.
+    def log(self) -> Sequence[float]:
+        """Write a row of metrics.jsonl for every step; returns the losses.
 
         Raises:
             NonFinite: a loss is not finite.
@@ -105,6 +111,5 @@ class History:
             if not math.isfinite(loss):
                 remedy = self._session.remedy(self._num_targets[number - 1])
                 raise NonFinite(f"the loss of step {number} is {loss}: {remedy}")
-            values = {"loss/train": loss, "grad_norm": float(update.grad_norm)}
-            self._session.events("record", step=number, values=values)
+            self._log.write(number, {"loss/train": loss, "grad_norm": float(update.grad_norm)}, is_late=True)
         return losses

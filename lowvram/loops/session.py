@@ -40,10 +40,8 @@ class NonFinite(ArithmeticError):
 class Events(Protocol):
     """Sends events to the parent process."""
 
-    def __call__(self, event: str, **fields: Any) -> None: ...
-
-    def commit(self) -> bool:
-        """Wait until all rows sent so far are on disk; False if the parent is gone, or slow."""
+    def __call__(self, event: str, **fields: Any) -> bool:
+        """Send one; False if the parent is gone."""
         ...
 
 
@@ -81,20 +79,11 @@ class Session:
         """The same, as if malloc had allocated so many bytes more before the model was made: they don't count."""
         return self if self.malloc_bytes is None else replace(self, malloc_bytes=self.malloc_bytes + num_bytes)
 
-    def begin(
-        self,
-        step: int,
-        num_steps: int,
-        untold: Sequence[Mapping[str, Any]] = (),
-        known: Sequence[Mapping[str, Any]] = (),
-        marks: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def begin(self, step: int, num_steps: int, untold: Sequence[Mapping[str, Any]] = ()) -> None:
         """Tell the parent that the set-up is done and the steps begin.
 
         Args:
-            untold: rows of `metrics.jsonl` up to `step` that may be missing in the file.
-            known: values of some rows up to `step`, for the parent to check against the file.
-            marks: of all rows up to `step` that a snapshot knows, for the parent to look for in the file.
+            untold: rows of `metrics.jsonl` up to `step` that earlier parents weren't told.
         """
         print(f"data: {self.data.description}")
         accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // data_ranks().size
@@ -105,8 +94,6 @@ class Session:
             num_steps=num_steps,
             setup_s=self.age_s(),
             untold=list(untold),
-            known=list(known),
-            marks=list(marks),
             pid=os.getpid(),
             **parts,
         )

@@ -26,7 +26,7 @@ from lowvram.export.folder import check_free, checked_format
 from lowvram.loops import fields, origins
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.exported import export_run
-from lowvram.loops.journal import Journal
+from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
@@ -53,7 +53,12 @@ class Train:
         check_free(session.folder / EXPORTED)
         checked_format(session.settings.export.format, session.settings.groups["qat"].group, session.problem)
         session = session.growing()
-        run, settings = TrainingRun(session), session.settings
+        with MetricsLog(session.folder, session.events) as log:
+            return self.run_steps(session, TrainingRun(session, log))
+
+    def run_steps(self, session: Session, run: TrainingRun) -> dict[str, Any]:
+        """All steps that are left, and the end; returns the row's fields."""
+        settings = session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
         with session.stop.defer_interrupts():
@@ -86,9 +91,8 @@ def is_due(step: int, every: int | None) -> bool:
 class TrainingRun:
     """The state of a run, and what happens between its steps: counting, logging, evaluations, snapshots."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.journal = Journal(session.events)
+    def __init__(self, session: Session, log: MetricsLog) -> None:
+        self.session, self.metrics_log = session, log
         self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep, session.run)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
@@ -124,8 +128,8 @@ class TrainingRun:
         first, last = (self.first_loss_step, self.first_loss), (self.last_loss_step, self.last_loss)
         known = [first, last] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
-        num_steps, journal = self.session.settings.train.steps, self.journal
-        self.session.begin(self.step, num_steps, journal.unconfirmed, rows, journal.marks)
+        untold = self.metrics_log.begin(self.step, rows)
+        self.session.begin(self.step, self.session.settings.train.steps, untold)
         self.logged_at = time.monotonic()
 
     def make_up(self) -> None:
@@ -176,7 +180,7 @@ class TrainingRun:
             self.log(values | self.session.noise.metrics())
 
     def log(self, values: dict[str, float]) -> None:
-        """Send one row of metrics.jsonl, with the throughput since the last row, not counting the time to compile.
+        """Write one row of metrics.jsonl, with the throughput since the last row, not counting the time to compile.
 
         Raises:
             NonFinite: the loss is not finite.
@@ -194,7 +198,7 @@ class TrainingRun:
         if self.step <= FIRST_HELD or is_due(self.step, HELD_EVERY * self.session.settings.train.log_every):
             memory |= fields.memory_held(self.session)
         reading_s = time.monotonic() - now  # counts for no step
-        self.journal.send(self.step, values | pace | memory | self.session.sizes.logged(self.step))
+        self.metrics_log.write(self.step, values | pace | memory | self.session.sizes.logged(self.step))
         self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s
 
     @property
@@ -205,7 +209,7 @@ class TrainingRun:
         """Evaluate after the last step, unless that was done."""
         if self.evaluation is None or not self.is_evaluated:
             self.evaluation = (self.step, evaluate(self.session))
-            self.journal.send(self.step, self.evaluation[1].metrics())
+            self.metrics_log.write(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
     def save(self, random: dict[str, Any] | None = None, held: dict[str, Any] | None = None) -> bool:
@@ -222,7 +226,7 @@ class TrainingRun:
             randoms = all_ranks().gather(self.with_unregistered(random or generators.saved(), held))
             state = gathered(self.state(randoms))
             if state is not None:
-                self.write(state | self.journal.state())
+                self.write(state | self.metrics_log.state())
             self.saved_step = self.step
         elif all_ranks().is_first:
             self.snapshots.forget_older()
@@ -242,7 +246,7 @@ class TrainingRun:
             return False
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
-        post = {"random": self.with_unregistered(random, held), "log": self.journal.state()}
+        post = {"random": self.with_unregistered(random, held), "log": self.metrics_log.state()}
         posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{all_ranks().rank}"))
         if not posts.is_complete():
             return False
@@ -311,7 +315,7 @@ class TrainingRun:
         self.first_loss_step = index(state.get("first_loss_step", 1))  # the same as below
         self.last_loss_step = index(state.get("last_loss_step", 0))  # an early version of lowvram saved none
         self.owes_evaluation = bool(state.get("owes_evaluation", False))  # the same
-        self.journal.restore(state)
+        self.metrics_log.restore(state)
         self.session.noise.restore(state.get("noise", {}))  # the same
 
     def export(self) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from omegaconf import DictConfig
 
 from lowvram.config.compose import MISTAKES, chosen, plain
 from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
-from lowvram.launch.client import Event, Server
-from lowvram.launch.in_process import Inline
+from lowvram.launch.client import Event, Runner
 from lowvram.launch.point import Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch, as_request
@@ -55,7 +54,7 @@ class Upcoming(Protocol):
 class Plans:
     """The plans of one call of the command line."""
 
-    server: Server | Inline
+    server: Runner
     progress: Progress
     stop_signals: Callable[[], int]
     coming: Upcoming | None = None  # the points of the sweep; None: a single point

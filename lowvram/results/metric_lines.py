@@ -10,6 +10,7 @@ Early versions wrote no checksum: such a line counts if no line with a checksum 
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowvram.results.files.durable import naming
 from lowvram.results.files.regular import read_regular
 from lowvram.results.row import to_json
 
@@ -117,3 +119,16 @@ def is_row(row: Any) -> bool:
         value is None or isinstance(value, int | float) for value in row.values()
     )
     return is_numeric and isinstance(row.get("step"), int)
+
+
+def sync(folder: Path) -> None:
+    """Bring to the disk what another process, which may have died, wrote to the file; nothing if there is none."""
+    try:
+        file = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        with naming(folder / FILE_NAME):
+            os.fsync(file)
+    finally:
+        os.close(file)

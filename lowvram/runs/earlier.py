@@ -11,7 +11,10 @@ from typing import final
 
 from lowvram.launch.point import Point
 from lowvram.results import row as rows
+from lowvram.results.files.durable import write_bytes
+from lowvram.results.files.regular import read_regular
 from lowvram.results.files.run_folder import SNAPSHOTS, snapshots_in
+from lowvram.results.metric_lines import FILE_NAME, LARGEST_BYTES
 from lowvram.results.row import Row, Status
 from lowvram.runs.hydra_notes import Notes, read_notes, write_notes
 
@@ -24,6 +27,7 @@ class EarlierLife:
     folder: Path
     row: Row
     notes: Notes
+    metrics: bytes | None  # metrics.jsonl; None: there is none
     snapshots: Collection[str]  # names of files; each has the hash of its bytes
 
     @classmethod
@@ -31,7 +35,7 @@ class EarlierLife:
         """That of a point; None if it isn't resumed, or if the last program left no row."""
         if point.earlier is None:
             return None
-        return cls(point.folder, point.earlier, read_notes(point.folder), names_of_snapshots(point.folder))
+        return cls(point.folder, point.earlier, read_notes(point.folder), *files_of(point.folder))
 
     def stays(self, row: Row) -> bool:
         """Whether it stays in place of `row`, with which the run that went on has ended.
@@ -44,9 +48,25 @@ class EarlierLife:
         is_result = rows.is_final(row) and row["status"] != Status.INCOMPATIBLE
         return rows.is_final(self.row) or not is_result
 
-    def put_back_notes(self) -> None:
+    def put_back(self) -> None:
+        """Undo what the run that went on has changed."""
         if read_notes(self.folder) != self.notes:
             write_notes(self.folder, self.notes)
+        if self.metrics is not None and bytes_of(self.folder / FILE_NAME) != self.metrics:
+            write_bytes(self.folder / FILE_NAME, self.metrics)
+
+
+def files_of(folder: Path) -> tuple[bytes | None, Collection[str]]:
+    """What it has of metrics.jsonl and of snapshots."""
+    return bytes_of(folder / FILE_NAME), names_of_snapshots(folder)
+
+
+def bytes_of(path: Path) -> bytes | None:
+    """What is in a file; None if there is none, or if it can't be read: then the run that goes on says so."""
+    try:
+        return read_regular(path, LARGEST_BYTES)
+    except OSError:
+        return None
 
 
 def names_of_snapshots(folder: Path) -> set[str]:

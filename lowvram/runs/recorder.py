@@ -1,7 +1,7 @@
 """Records the events of a point's children: in files, at its loggers and in a row. Imports no torch.
 
-Only the parent writes `metrics.jsonl` and `result.json`, and to loggers. So each child gets its row and its run at the
-loggers, however it dies.
+The child writes `metrics.jsonl`. Only the parent writes `result.json`, and to loggers: so each child gets its row and
+its run at the loggers, however it dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, RankReport, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import StopConditions
-from lowvram.results import memory_over_step
+from lowvram.results import memory_over_step, metric_lines
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
@@ -27,8 +27,7 @@ from lowvram.results.files.durable import remove_leftovers, write_bytes
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
-from lowvram.results.metric_lines import FILE_NAME, Values
-from lowvram.results.metrics_file import DAMAGED, Metrics
+from lowvram.results.metric_lines import Values
 from lowvram.results.row import GIB, Row, Status
 from lowvram.results.terminal import Progress, shown_path
 from lowvram.runs.callbacks import Callbacks
@@ -40,7 +39,7 @@ OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_by
 
 
 class Recording:
-    """Turns the child's events into files, logged figures and a row.
+    """Turns the child's events into logged figures and a row.
 
     Args:
         disturbs: for the row, why figures measured in the point's process aren't comparable; None if they are.
@@ -54,7 +53,6 @@ class Recording:
         self.reports: dict[int, RankReport] = {}  # by rank
         self.loggers = Loggers()
         self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
-        self.metrics = Metrics(point.folder)
         self._earlier = EarlierLife.of(point)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
@@ -67,10 +65,8 @@ class Recording:
         handlers: dict[str, Callable[..., None]] = {
             "ready": self.add,
             "begin": self._on_begin,
-            "commit": self.metrics.commit,
             "memory_over_step": self._on_memory_over_step,
             "metrics": self._on_metrics,
-            "record": self._record,
             "progress": self.progress.update,
             "say": self.progress.say,
             "row": self._on_row,
@@ -142,7 +138,6 @@ class Recording:
         """After a measurement: whether it was disturbed and is repeated; if so, prepare that. If a repetition failed,
         restore the row of the measurement before it."""
         if self._disturbed_row is not None and self.row["status"] != Status.OK:
-            self.metrics.close()
             self.row = put_back(self.point.folder, self._disturbed_row, self.row)
             return False
         if (
@@ -151,7 +146,6 @@ class Recording:
             or not (self._can_begin_again and is_due(self.row))
         ):
             return False
-        self.metrics.close()
         self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
         self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
         self.point = replace(self.point, reruns=reruns)
@@ -167,36 +161,24 @@ class Recording:
         more_parts: int | None,
         pid: int,
         untold: list[Values],
-        known: list[Values],
-        marks: list[list[int]],
     ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
         if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
-        history = self.metrics.begin(step, untold, known, marks)
-        if wrong := history.wrong:
-            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and are kept in {DAMAGED}")
-        if num_missing := history.num_missing:
-            lines = f"{num_missing} of {len(marks)} lines up to step {step} are missing"
-            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {lines}: the snapshot knows them")
         self._begin_logging(step, pid)
-        for row in history.rows:
+        for row in untold:
             self.loggers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
         self.callbacks.begin(without_secrets(self.point.config), step)
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
 
-    def _on_metrics(self, step: int, values: dict[str, float]) -> None:
-        self._record(step, values)
-        self.progress.update(step, values)
-
-    def _record(self, step: int, values: dict[str, float]) -> None:
-        """Record metrics without showing them in the progress line, as they may arrive long after their step."""
+    def _on_metrics(self, step: int, values: dict[str, float], is_late: bool) -> None:
         self._has_steps = True
-        self.metrics.write(step, values)
         self.loggers.log(step, values)
         self.callbacks.log(step, values)
+        if not is_late:
+            self.progress.update(step, values)
 
     def _on_memory_over_step(self, kinds: list[str], moments: list[list[Any]]) -> None:
         """Record the memory of each kind over the births and deaths of tensors in one step."""
@@ -215,7 +197,7 @@ class Recording:
     def close(self) -> Row:
         """When the row is complete: add advice, write it, end the loggers."""
         self.progress.stop()
-        self.metrics.close()
+        metric_lines.sync(self.point.folder)
         if self.row["status"] == Status.INCOMPATIBLE and self._has_steps:
             self.add({"status": Status.ERROR})  # what has run stays, and can go on
         has_begun = self._earlier is not None and self._is_logged  # so that its files have changed
@@ -236,8 +218,7 @@ class Recording:
 
     def _keep(self, earlier: EarlierLife) -> Row:
         """Leave the folder as it was before this run; returns the row of this run, which is only printed."""
-        self.metrics.put_back()
-        earlier.put_back_notes()
+        earlier.put_back()
         self.loggers.finish(earlier.row)
         path, status = shown_path(self.point.folder / rows.FILE_NAME), earlier.row["status"]
         self.progress.say(f"{path} stays as it was ({status}): this run ended before it saved a step")
@@ -280,8 +261,6 @@ class Recording:
         self.callbacks.end(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
-        with suppress(OSError):
-            self.metrics.close()
         return self.row
 
 

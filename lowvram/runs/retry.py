@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts, without_chosen
-from lowvram.results import metrics_file
+from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.columns import value_at
 from lowvram.results.files.run_folder import has_snapshots
@@ -74,7 +74,7 @@ def set_aside(folder: Path, row: Row) -> list[Measurement]:
     """Keep a disturbed measurement of the point in `folder`; returns the next row's list of all disturbed ones."""
     number = len(row["reruns"] or ()) + 1
     write(folder, row, f"disturbed-{number}.json")
-    (folder / metrics_file.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")
+    (folder / metric_lines.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")
     return [*(row["reruns"] or ()), measurement_of(row)]
 
 
@@ -82,7 +82,7 @@ def put_back(folder: Path, row: Row, failed: Row) -> Row:
     """Restore the disturbed measurement of `row`, as the one after it has failed."""
     number = len(failed["reruns"])
     (folder / f"disturbed-{number}.json").unlink()
-    (folder / f"disturbed-{number}.jsonl").replace(folder / metrics_file.FILE_NAME)
+    (folder / f"disturbed-{number}.jsonl").replace(folder / metric_lines.FILE_NAME)
     return {**row, "reruns": [*(row["reruns"] or ()), measurement_of(failed)]}
 
 

@@ -4,14 +4,16 @@ computed in the parent itself. Imports no torch before such a point runs.
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lowvram.config.settings import is_plan
 from lowvram.fidelity.client import Comparison
-from lowvram.launch.client import Server
-from lowvram.launch.in_process import Inline
+from lowvram.launch.client import LIBRARIES, Runner
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
@@ -23,6 +25,7 @@ from lowvram.results.terminal import Progress, QuietProgress
 from lowvram.runs.recorder import Recording
 from lowvram.runs.retry import continued
 
+WORKER = "lowvram.worker.in_process"  # imported where it is used, as it imports torch
 NOTHING_PLANNED = {"reason": "no plan is made with process=inline"}
 
 
@@ -41,7 +44,7 @@ class ServerPoll:
 
 def run_point(
     point: Point,
-    server: Server | Inline,
+    server: Runner,
     progress: Progress,
     stop_signals: Callable[[], int],
     plan_again: Callable[[Point], Point],
@@ -78,7 +81,9 @@ def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | Non
     Returns:
         The row, and the exception that ended the point, if it was unexpected.
     """
-    here, progress = Inline(), QuietProgress(sys.stdout)  # a progress bar would overwrite a debugger's prompt
+    os.environ |= {**LIBRARIES, **os.environ}  # as in the fork server's children
+    here: Any = importlib.import_module(WORKER).Inline()
+    progress = QuietProgress(sys.stdout)  # a progress bar would overwrite a debugger's prompt
     if is_plan(point.choices):
         return Plans(here, progress, stop_signals).row(point), here.error
 
@@ -88,7 +93,7 @@ def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | Non
     return run_point(unplanned(point), here, progress, stop_signals, unplanned), here.error
 
 
-def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Callable[[], int]) -> None:
+def add_fidelity(recording: Recording, server: Runner, stop_signals: Callable[[], int]) -> None:
     """Compares a point that ended well with references, if measure.fidelity=true, and adds the figures to its row. An
     interrupted comparison is marked interrupted, so a re-run repeats it."""
     point = recording.point

@@ -44,7 +44,7 @@ class PlanCache:
     settings: Settings
     choices: Mapping[str, str]
     plan_device: PlanDevice
-    on_plan: Callable[[int], None]  # called with the number of plans after each new one
+    on_plan: Callable[[int], object]  # called with the number of plans after each new one
     is_measured: bool = False  # whether the best candidates are measured, on this machine
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 

@@ -26,6 +26,7 @@ PHASES = {  # by function name: the innermost of these functions of lowvram on t
     "backward": "the backward pass",
     "one_after_another": "the forward pass",
     "evaluate": "the evaluation",
+    "log": "writing the log",
     "save": SAVING[0],
     "export": SAVING[1],
     "write_shard": SAVING[2],

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import signal
 from bdb import BdbQuit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
+from lowvram.launch.client import Ending
 from lowvram.launch.protocol import Listener, encoded, parsed
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
@@ -68,34 +69,45 @@ class Events:
     def __init__(self, on_event: Listener) -> None:
         self._on_event = on_event
 
-    def __call__(self, event: str, **fields: Any) -> None:
+    def __call__(self, event: str, **fields: Any) -> bool:
         self._on_event(parsed(encoded({"event": event, **fields})))
-
-    def commit(self) -> bool:
-        self("commit")
         return True
 
 
-def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | None:
-    """Plan, or run one point; returns the exception that ended it if its status is "error", so that the user sees its
-    traceback."""
+@final
+class Inline:
+    """Takes the place of the fork server, with the same events and the same row."""
 
-    events, error = Events(on_event), None
-    stop, rendezvous = InProcessStop(request.get("config", {}).get("timeout_s")), Rendezvous(SingleProcess(), request)
-    try:
-        with stop.listening():
-            if "plan" in request:
-                fields = child.plan(request["plan"], events)
-            else:
-                fields = run(request, events, stop, rendezvous)
-    except BdbQuit:
-        fields = {"status": "interrupted", "reason": "left in the debugger"}
-    except BaseException as raised:  # as in a child: a point always reports how it ended
-        fields = ending(raised)
-        error = raised if fields["status"] == "error" else None
-    lift()
-    events("row", fields=child.as_used(fields, request), rank=0)
-    return error
+    disturbs = "process=inline: peaks and times are those of the whole program"
+    is_fresh = False
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None  # that ended the point with the status "error": the user sees its trace
+
+    def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
+        """Nothing to wait for: torch is imported."""
+
+    def run(
+        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
+    ) -> list[Ending]:
+        """Plan, or run one point. Signals and the time limit reach it directly, without `order`, and this process has
+        the descriptors `held` open anyway."""
+        events, stop = Events(on_event), InProcessStop(request.get("config", {}).get("timeout_s"))
+        rendezvous = Rendezvous(SingleProcess(), request)
+        try:
+            with stop.listening():
+                if "plan" in request:
+                    fields = child.plan(request["plan"], events)
+                else:
+                    fields = run(request, events, stop, rendezvous)
+        except BdbQuit:
+            fields = {"status": "interrupted", "reason": "left in the debugger"}
+        except BaseException as raised:  # as in a child: a point always reports how it ended
+            fields = ending(raised)
+            self.error = raised if fields["status"] == "error" else None
+        lift()
+        events("row", fields=child.as_used(fields, request), rank=0)
+        return [{"rank": 0, "status": 0, "ended_by": None, "is_stopped": False}]
 
 
 def run(request: dict[str, Any], events: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import errno
 import faulthandler
 import os
-import select
 import signal
 import stat
 import sys
-import time
 import traceback
 from contextlib import suppress
 from itertools import count
@@ -52,44 +50,24 @@ from lowvram.worker.signals import StopSignals
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # after which an interrupt that Python dropped in a destructor is raised again
 DROPPED_S = 5.0  # after which an interrupt that has ended nothing is raised again
-COMMIT_S = 10.0  # how long a snapshot waits for the parent; after that it carries the rows itself
 OF_EVERY_RANK = ("ready", "say", "row")  # events that all ranks send; only the first rank sends the others
 
 
 class Events:
-    """Sends events to the parent through a pipe; the parent answers the first rank through another. Once the parent is
-    gone, events are dropped."""
+    """Sends events to the parent through a pipe. Once the parent is gone, events are dropped."""
 
-    def __init__(self, fd: int, answers_fd: int, rank: int) -> None:
-        self._fd, self._answers_fd, self._rank = fd, answers_fd, rank
+    def __init__(self, fd: int, rank: int) -> None:
+        self._fd, self._rank = fd, rank
         self._numbers = count()
-        self._num_commits = self._num_answers = 0
 
-    def __call__(self, event: str, **fields: Any) -> None:
+    def __call__(self, event: str, **fields: Any) -> bool:
         if self._rank and event not in OF_EVERY_RANK:
-            return
+            return True
         try:
             for frame in frames(encoded({"event": event, **fields}), os.getpid(), next(self._numbers)):
                 os.write(self._fd, frame)
         except BrokenPipeError:
-            pass
-
-    def commit(self) -> bool:
-        """Wait until the parent has written all earlier events to disk; False if it is gone, or takes longer than
-        `COMMIT_S`. Answers are counted, so a late one isn't taken for that of the next commit."""
-        if self._rank:  # only the first rank sends rows
-            return True
-        self("commit")
-        self._num_commits += 1
-        deadline = time.monotonic() + COMMIT_S
-        while self._num_answers < self._num_commits:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([self._answers_fd], [], [], left_s)[0]:
-                return False
-            answers = os.read(self._answers_fd, select.PIPE_BUF)
-            if not answers:
-                return False
-            self._num_answers += len(answers)
+            return False
         return True
 
 
@@ -165,7 +143,7 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
     """Run one request as one rank; returns the exit code."""
     learn(request)
     role = role_of(place, request)
-    events = Events(events_fd, place.answers_fd, role.rank)
+    events = Events(events_fd, role.rank)
     spoken = SpokenStream(events, f"rank {role.rank}: " if role.rank else "")
     speak(spoken, is_first=role.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -246,7 +246,7 @@ class Rendezvous:
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=num_ranks, timeout=timeout)
         return device
 
-    def leave(self, fields: dict[str, Any], on_fields: Callable[[int, dict[str, Any]], None]) -> None:
+    def leave(self, fields: dict[str, Any], on_fields: Callable[[int, dict[str, Any]], object]) -> None:
         """Wait until all ranks are done: one that ends earlier would close connections that others still read.
 
         Args:

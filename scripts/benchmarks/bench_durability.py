@@ -21,8 +21,8 @@ from unittest.mock import patch
 import torch
 
 from lowvram.config.identity import ROOT
+from lowvram.loops.metrics_log import Metrics
 from lowvram.loops.snapshot import Snapshots
-from lowvram.results.metrics_file import Metrics
 from lowvram.results.row import empty_row, write
 
 MIB = 2**20
@@ -43,7 +43,7 @@ def snapshot_of(num_bytes: int, folder: Path) -> Write:
 
 
 def lines_in(folder: Path) -> Write:
-    """LINES lines, and their commit."""
+    """LINES lines, on the disk."""
     metrics, step = Metrics(folder), 0
     metrics.begin(0, [])
 
@@ -52,7 +52,7 @@ def lines_in(folder: Path) -> Write:
         for _ in range(LINES):
             step += 1
             metrics.write(step, {"loss/train": 1 / step, "grad_norm": 0.5, "lr": 3e-4, "time/step_ms": 12.5})
-        metrics.commit()
+        metrics.sync()
 
     return tell
 

@@ -155,7 +155,7 @@ def now_s(case: Case) -> float:
 def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
     """What the command line does in this process: seconds after each logged step, and the loss of each."""
     from lowvram.cli import main as cli
-    from lowvram.results.metrics_file import Metrics
+    from lowvram.loops.metrics_log import Metrics
     from lowvram.results.row import read
 
     times_s, losses, write = list[float](), list[float](), Metrics.write

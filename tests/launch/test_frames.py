@@ -26,8 +26,7 @@ from lowvram.launch.protocol import (
     frames,
     parsed,
 )
-from lowvram.launch.supervisor import ACKNOWLEDGED, RanksCall, parsed_call
-from lowvram.worker import main as child
+from lowvram.launch.supervisor import RanksCall, parsed_call
 from lowvram.worker.main import Events, SpokenStream
 
 
@@ -159,7 +158,7 @@ def test_texts_that_are_too_long_are_cut() -> None:
 def test_a_printed_line_is_cut() -> None:
     """Also if it is written bit by bit; the line after it is whole."""
     reader, writer = os.pipe()
-    stream = SpokenStream(Events(writer, -1, 0))
+    stream = SpokenStream(Events(writer, 0))
 
     def speak() -> None:
         for _ in range(100):
@@ -175,23 +174,15 @@ def test_a_printed_line_is_cut() -> None:
     assert [event["text"] for event in found] == [cut, "next \udcff", "rest"]
 
 
-def test_a_commit_waits_for_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parent that is slow gets a deadline, one that is gone none."""
-    monkeypatch.setattr(child, "COMMIT_S", 0.05)
-    (reader, writer), (answers, answer) = os.pipe(), os.pipe()
-    events = Events(writer, answers, 0)
-    assert not events.commit()
-    os.write(answer, ACKNOWLEDGED)  # late, for the first one
-    assert not events.commit()
-    os.write(answer, ACKNOWLEDGED * 2)
-    assert events.commit()
-    monkeypatch.setattr(child, "COMMIT_S", 60.0)
-    os.close(answer)
+def test_who_tells_something_knows_whether_the_parent_is_there() -> None:
+    reader, writer = os.pipe()
+    first, second = Events(writer, 0), Events(writer, 1)
+    assert first("metrics", step=1, values={}, is_late=False)
     os.close(reader)
-    assert not events.commit()
-    assert Events(writer, -1, rank=1).commit()
+    assert not first("metrics", step=2, values={}, is_late=False)
+    assert second("metrics", step=2, values={}, is_late=False)  # only the first rank tells it
+    assert not second("say", text="")
     os.close(writer)
-    os.close(answers)
 
 
 def test_every_event_has_a_form() -> None:

@@ -72,13 +72,11 @@ class Told:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     stop_at: int | None = None  # the step after which to stop
     requested: bool = False
-    is_heard: bool = True  # the parent is there, and brings to the disk what it is told
+    is_heard: bool = True  # the parent is there
 
-    def __call__(self, event: str, **fields: Any) -> None:
+    def __call__(self, event: str, **fields: Any) -> bool:
         self.events.append((event, fields))
         self.requested = self.requested or (event == "metrics" and fields["step"] == self.stop_at)
-
-    def commit(self) -> bool:
         return self.is_heard
 
     @contextmanager
@@ -87,7 +85,7 @@ class Told:
 
     def values(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every metric of this name."""
-        metrics = [fields for event, fields in self.events if event in ("metrics", "record")]
+        metrics = [fields for event, fields in self.events if event == "metrics"]
         return [(fields["step"], fields["values"][name]) for fields in metrics if name in fields["values"]]
 
 
@@ -136,6 +134,7 @@ def session_in(
     rig = assemble(task, knobs, CPU)
     torch.manual_seed(0)
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
+    folder.mkdir(parents=True, exist_ok=True)
     told = told or Told()
     about = (is_resumed, time.monotonic(), 0, allocated_bytes())
     sizes = SameSize(settings.train.batch_size)

@@ -15,6 +15,7 @@ from lowvram.export.folder import load
 from lowvram.knobs.adapter import Freeze, Lora, QLora
 from lowvram.knobs.adapter.layers import library
 from lowvram.loops.evaluate import evaluate
+from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train, TrainingRun
 from tests.laboratory import PROBLEMS, relative_error
@@ -35,6 +36,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     uninterrupted = make_session(problem, told=whole, choices=choices)
     Train().run(uninterrupted)
     folder = uninterrupted.folder / "stopped"
+    folder.mkdir()
     with pytest.raises(Interrupted):
         Train().run(replace(make_session(problem, told=first, choices=choices), folder=folder))
     Train().run(replace(make_session(problem, told=second, choices=choices, is_resumed=True), folder=folder))
@@ -47,7 +49,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_snapshot_holds_what_trains_alone(make_session: MakeSession, adapter: Knob) -> None:
     session = make_session(choices={"adapter": adapter})
-    state = TrainingRun(session).state([])
+    state = TrainingRun(session, MetricsLog(session.folder, Told())).state([])
     assert set(state["model"]) >= {name for name, p in session.rig.model.named_parameters() if p.requires_grad}
     assert sum(tensor.numel() for tensor in state["model"].values()) <= sum(
         parameter.numel() * (2 if "token_embedding" in name else 1)  # by both of its names

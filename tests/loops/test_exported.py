@@ -110,6 +110,7 @@ def test_a_run_with_rounded_weights_goes_on_to_the_last_digit(
     whole = make_session(**common)
     Train().run(whole)
     folder = whole.folder / "stopped"
+    folder.mkdir()
     with pytest.raises(Interrupted):
         Train().run(replace(make_session(told=Told(stop_at=3), **common), folder=folder))
     Train().run(replace(make_session(is_resumed=True, **common), folder=folder))

@@ -64,6 +64,7 @@ def test_a_stopped_run_goes_on_to_the_last_digit(make_session: MakeSession, prob
     uninterrupted = make_session(problem, told=whole, **common)
     row = Train().run(uninterrupted)
     folder = uninterrupted.folder / "stopped"
+    folder.mkdir()
     with pytest.raises(Interrupted):
         Train().run(replace(make_session(problem, told=first, **common), folder=folder))
     Train().run(replace(make_session(problem, told=second, is_resumed=True, **common), folder=folder))

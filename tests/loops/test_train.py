@@ -22,12 +22,13 @@ from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.loops.evaluate import evaluate
-from lowvram.loops.journal import MOST_UNCONFIRMED, Journal
 from lowvram.loops.measure import Measure
+from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.schedule import WarmupCosine
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import fingerprint
 from lowvram.loops.train import Train, TrainingRun
+from lowvram.results.metric_lines import read_lines, to_line
 from tests.laboratory import relative_error
 from tests.loops.sessions import Told
 
@@ -59,6 +60,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     uninterrupted = make_session(problem, told=whole, **common)
     Train().run(uninterrupted)
     folder = uninterrupted.folder / "stopped"
+    folder.mkdir()
     with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
         Train().run(replace(make_session(problem, told=first, **common), folder=folder))
     torch.manual_seed(99)
@@ -82,6 +84,7 @@ def test_what_numpy_and_python_draw_goes_on_too(make_session: MakeSession) -> No
     uninterrupted = session(told=whole)
     Train().run(uninterrupted)
     folder = uninterrupted.folder / "stopped"
+    folder.mkdir()
     seed_all(0)
     with pytest.raises(Interrupted):
         Train().run(replace(session(told=first), folder=folder))
@@ -99,7 +102,7 @@ def test_numbers_of_the_optimizer_that_are_chosen_anew_win(
     common: dict[str, Any] = {"stepping": stepping, "precision": "bf16_pure" if bf16_pure else "fp32"}
     Train().run(make_session(choices={**common, "optimizer": AdamW(weight_decay=0.1)}, steps=3))
     again = make_session(choices={**common, "optimizer": AdamW(weight_decay=0.7, beta1=0.5)}, is_resumed=True)
-    run = TrainingRun(again)
+    run = TrainingRun(again, MetricsLog(again.folder, Told()))
     state = again.rig.stepper.state_dict()
     (groups,) = [one["param_groups"] for one in state.get("optimizers", [state])][:1]
     assert run.step == 3
@@ -145,35 +148,49 @@ def test_snapshots_are_made_when_due_and_at_the_end(make_session: MakeSession) -
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_snapshot_carries_the_rows_that_nobody_has_confirmed(make_session: MakeSession, is_heard: bool) -> None:
-    """And the run that goes on tells them, before its own."""
+def test_a_snapshot_carries_the_rows_that_nobody_was_told(make_session: MakeSession, is_heard: bool) -> None:
+    """And the run that goes on tells them, before its own. They are in the file all the same."""
     told = Told(stop_at=3, is_heard=is_heard)
     with pytest.raises(Interrupted):
         Train().run(make_session(told=told, snapshot_every=2))
     rows = [{"step": fields["step"], **fields["values"]} for event, fields in told.events if event == "metrics"]
-    again = Told()
-    Train().run(make_session(told=again, is_resumed=True))
+    session, again = make_session(told=Told(), is_resumed=True), Told()
+    assert read_lines(session.folder / "metrics.jsonl").rows == rows
+    Train().run(replace(session, events=again))
     event, fields = again.events[0]
     assert event == "begin"
     assert fields["untold"] == ([] if is_heard else rows)
 
 
-def test_a_run_that_goes_on_tells_what_it_knows_of_its_rows(make_session: MakeSession) -> None:
-    """Its first loss, and the last one before the snapshot: rows of another run say something else."""
+@pytest.mark.parametrize("place", [1, 2, 4])
+def test_a_run_that_goes_on_knows_its_rows(
+    make_session: MakeSession, capsys: pytest.CaptureFixture[str], place: int
+) -> None:
+    """Its first loss, and the last one before the snapshot: rows of another run say something else. A line in between
+    is one that was altered."""
     told = Told(stop_at=4)
     with pytest.raises(Interrupted):
         Train().run(make_session(told=told, log_every=2))
-    again = Told()
-    Train().run(make_session(told=again, is_resumed=True))
-    known = [{"step": step, "loss/train": loss} for step, loss in losses(told) if step in (1, 4)]
-    assert [fields["known"] for event, fields in again.events if event == "begin"] == [known]
+    session = make_session(is_resumed=True)
+    file = session.folder / "metrics.jsonl"
+    rows = read_lines(file).rows
+    assert [row["step"] for row in rows if "loss/train" in row] == [1, 2, 4]
+    file.write_text("".join(to_line(row | {"loss/train": 0.5} if row["step"] == place else row) for row in rows))
+    Train().run(session)
+    said = capsys.readouterr().out
+    assert ("metrics.jsonl: its lines are another run's" in said) == (place != 2)
+    assert (f"metrics.jsonl: 1 of {len(rows)} lines up to step 4 are missing" in said) == (place == 2)
 
 
-def test_many_rows_are_confirmed_in_between() -> None:
-    journal = Journal(Told())
-    for step in range(1, MOST_UNCONFIRMED + 3):
-        journal.send(step, {"loss/train": 1.0})
-    assert [row["step"] for row in journal.unconfirmed] == [MOST_UNCONFIRMED + 1, MOST_UNCONFIRMED + 2]
+def test_a_run_begins_where_a_snapshot_of_an_early_version_carries_rows(make_session: MakeSession) -> None:
+    """The file may lack them, and only they are told that it lacks."""
+    session = make_session()
+    rows = [{"step": step, "loss/train": 1 / step} for step in (1, 2, 3)]
+    (session.folder / "metrics.jsonl").write_text(to_line(rows[0]) + to_line(rows[1]) + to_line({"step": 4}))
+    with MetricsLog(session.folder, Told()) as log:
+        log.restore({"untold": rows[1:]})
+        assert log.begin(3) == rows[2:]
+    assert read_lines(session.folder / "metrics.jsonl").rows == rows
 
 
 def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession) -> None:
@@ -319,6 +336,7 @@ def test_batches_without_a_target_change_nothing(make_session: MakeSession, caps
         assert row["loss"]["first"] == losses(told)[0][1]
         assert capsys.readouterr().out.count("no target counts in this batch, all are -100: no update") == 1
         folder = whole.folder / f"stopped at {stop_at}"
+        folder.mkdir()
         with pytest.raises(Interrupted):
             Train().run(replace(with_dead(dead, told=first), folder=folder))
         Train().run(replace(with_dead(dead, told=second, is_resumed=True), folder=folder))

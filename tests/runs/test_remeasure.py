@@ -13,6 +13,7 @@ import pytest
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.point import Point
+from lowvram.results.metric_lines import to_line
 from lowvram.results.report.report import save
 from lowvram.results.row import Row, read
 from lowvram.results.table import build, collect
@@ -56,8 +57,6 @@ class Scripted:
                 "num_steps": 1,
                 "setup_s": 0.0,
                 "untold": [],
-                "known": [],
-                "marks": [],
                 "pid": 1,
                 **parts,
             }
@@ -66,7 +65,8 @@ class Scripted:
             fields: dict[str, Any] = {"status": measurement, "reason": "planted"}
         else:
             disturbed, ms = measurement
-            on_event({"event": "record", "step": 1, "values": {"loss/train": ms}})
+            Path(request["folder"], "metrics.jsonl").write_text(to_line({"step": 1, "loss/train": ms}))
+            on_event({"event": "metrics", "step": 1, "values": {"loss/train": ms}, "is_late": True})
             time, throughput = {"step_ms_p50": ms}, {"samples_per_s": 1e3 / ms}
             fields = {"status": "ok", "time": time, "throughput": throughput}
             fields |= {"disturbed": disturbed} if disturbed else {}

@@ -56,6 +56,16 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside it an OSError that names no file, as those of `write` and `fsync`, gets the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        name_file(error, path)
+        raise
+
+
 def name_file(error: OSError, path: Path) -> None:
     """Let an error of the system's that names no file name this one. Others have a text of their own."""
     if error.errno is not None and error.filename is None:

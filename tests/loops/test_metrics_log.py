@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lowvram.loops.metrics_log import DAMAGED, Metrics
 from lowvram.results.metric_lines import Lines, mark_of, read_lines, to_line
-from lowvram.results.metrics_file import DAMAGED, Metrics
 
 ROWS: list[dict[str, Any]] = [{"step": step, "loss/train": step / 3, "lr": 0.1} for step in (1, 2, 3)]
 LAST = {"step": 3, "loss/eval": 0.5}
@@ -164,3 +164,13 @@ def test_lines_that_the_snapshot_carries_are_not_missing(tmp_path: Path) -> None
     found = metrics.begin(3, [*ROWS[1:], LAST], [], [mark_of(row) for row in [*ROWS, LAST]])
     metrics.close()
     assert found.num_missing == 1
+
+
+def test_a_line_that_finds_no_room_tells_the_file(file: Path) -> None:
+    metrics, _ = begun(file.parent, 0)
+    metrics.drop()
+    metrics._file = Path("/dev/full").open("a")  # noqa: SIM115 (closed below)
+    with pytest.raises(OSError, match="No space left") as told:
+        metrics.write(1, {"loss/train": 1.0})
+    assert told.value.filename == str(file)
+    metrics.drop()
