@@ -134,9 +134,9 @@ class MetricsLog:
     def __init__(self, folder: Path, events: Events) -> None:
         self._path, self._events = folder / FILE_NAME, events
         self._file = Metrics(folder) if all_ranks().is_first else None
-        self._untold: list[Values] = []  # nobody watched any more when they were written
+        self._untold: list[Values] = []  # nobody watched any more when they were written, or they could not be written
         self._marks: list[list[int]] = []  # of all rows of the run
-        self._is_early = False  # whether a snapshot of an early version carries rows that the file may lack
+        self._is_early = False  # whether a snapshot of an early version carries rows that may have been told
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -166,7 +166,7 @@ class MetricsLog:
         """
         if self._file is None:
             return []
-        found = self._file.begin(step, self._untold if self._is_early else (), known, self._marks)
+        found = self._file.begin(step, self._untold, known, self._marks)
         if wrong := found.wrong:
             print(f"warning: {self._path}: {wrong}, and are kept in {DAMAGED}")
         if num_missing := found.num_missing:
@@ -182,11 +182,12 @@ class MetricsLog:
             is_late: whether its step is long over, so that it isn't shown as what happens now.
         """
         row = {"step": step, **values}
+        self._untold.append(row)
         self._marks.append(mark_of(row))
         if self._file is not None:
             self._file.write(step, values)
-        if not self._events("metrics", step=step, values=dict(values), is_late=is_late):
-            self._untold.append(row)
+        if self._events("metrics", step=step, values=dict(values), is_late=is_late):
+            self._untold.pop()
 
     def state(self) -> dict[str, Any]:
         """What a snapshot carries. All rows are on the disk then."""

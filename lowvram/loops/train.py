@@ -198,7 +198,8 @@ class TrainingRun:
         if self.step <= FIRST_HELD or is_due(self.step, HELD_EVERY * self.session.settings.train.log_every):
             memory |= fields.memory_held(self.session)
         reading_s = time.monotonic() - now  # counts for no step
-        self.metrics_log.write(self.step, values | pace | memory | self.session.sizes.logged(self.step))
+        with self.rescuing(f"the log of step {self.step}"):
+            self.metrics_log.write(self.step, values | pace | memory | self.session.sizes.logged(self.step))
         self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +19,11 @@ from lowvram.core.rig import IGNORE
 from lowvram.core.untouched import marking
 from lowvram.export.folder import load
 from lowvram.loops import train
+from lowvram.loops.metrics_log import Metrics
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train
 from lowvram.results.files.run_folder import snapshots_in
+from lowvram.results.metric_lines import read_lines
 from tests.loops.sessions import Told
 
 MakeSession = Callable[..., Session]
@@ -110,6 +114,34 @@ BREAKS["in_evaluation"] = in_evaluation
 
 def weights(session: Session) -> dict[str, torch.Tensor]:
     return load(session.folder / "model").state_dict()
+
+
+def test_a_line_that_cannot_be_written_loses_no_step_and_no_line(
+    make_session: MakeSession, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted, before, after = Told(), Told(), Told()
+    Train().run(whole := make_session(told=wanted))
+    for path in snapshots_in(whole.folder / "snapshots"):
+        path.unlink()
+    write = Metrics.write
+
+    def failing_at_3(file: Metrics, step: int, values: dict[str, float]) -> None:
+        if step == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "metrics.jsonl")
+        write(file, step, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", failing_at_3)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            Train().run(make_session(told=before))
+    assert "the log of step 3 has failed; step 3 is saved\n" in capsys.readouterr().err
+    Train().run(make_session(told=after, is_resumed=True))
+    rows = read_lines(whole.folder / "metrics.jsonl").rows
+    losses = [(row["step"], row["loss/train"]) for row in rows if "loss/train" in row]
+    assert losses == wanted.values("loss/train")
+    (begun,) = [fields for event, fields in after.events if event == "begin"]
+    assert [row["step"] for row in begun["untold"]] == [3]
+    assert "missing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS)
