@@ -91,6 +91,9 @@ class ModuleTask(Task):
         return f"ModuleTask({type(self.make()).__name__}, criterion={self.loss.value})"
 
     def make_model(self) -> nn.Module:
+        """The user's module, which they may have changed since it was last asked about: only its blocks stay known."""
+        for probe in self.found.keys() - {Blocks()}:
+            del self.found[probe]
         return self.make()
 
     def values(self, model: nn.Module, seed: int) -> Fill:

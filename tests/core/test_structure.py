@@ -108,6 +108,16 @@ def test_each_question_is_asked_once_for_all_builds_of_a_model() -> None:
     assert len(ASKED) == 3
 
 
+def test_a_module_that_its_user_may_have_changed_is_asked_again() -> None:
+    ASKED.clear()
+    task = lowvram.task(nn.Sequential(Narrow(), Narrow()), torch.randn(2, 3), blocks="Narrow")
+    for num_asked in (1, 2):
+        known = task.structure(task.make_model())
+        assert known.get(Widths()) == {"0": 3, "1": 3}
+        assert known.get(Widths())
+        assert len(ASKED) == num_asked
+
+
 def test_what_is_stated_is_not_tried() -> None:
     def refuse(model: nn.Module, inputs: Any) -> Any:
         raise AssertionError
