@@ -114,7 +114,7 @@ def goes_on(outcome: Outcome, call: Callable[..., Outcome]) -> Outcome:
     assert "Traceback" not in outcome.out + outcome.err
     num_steps = len(history(outcome.folder))
     assert outcome.row["status"] == "interrupted"
-    assert outcome.row["reason"] == f"stopped after step {num_steps} of 900"
+    assert outcome.row["reason"] == f"stopped after step {num_steps} of 900", (outcome.row["reason"], num_steps)
     again = call(*outcome.command("continue with"), f"train.steps={num_steps + 2}", "name=null")
     assert again.code == 0, again.said()
     assert [line["step"] for line in history(again.folder) if "loss/train" in line] == list(range(1, num_steps + 3))

@@ -60,8 +60,8 @@ class Train:
         """All steps that are left, and the end; returns the row's fields."""
         settings = session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
-        run.begin()
-        with session.stop.defer_interrupts():
+        with session.stop.defer_interrupts():  # from before the steps are told: who hears of them may stop the run
+            run.begin()
             run.make_up()
             while run.step < settings.train.steps:
                 with run.rescuing(f"step {run.step + 1}"), clock.lap("step"):
