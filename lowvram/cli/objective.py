@@ -11,9 +11,9 @@ from typing import Any, Literal, final
 from omegaconf import ListConfig
 
 from lowvram.config.errors import BadInput, Refused
-from lowvram.results.columns import at
 from lowvram.results.metrics import METRICS, Better, Metric
 from lowvram.results.row import Row, Status, size_text
+from lowvram.results.row_fields import at
 
 KEY = "optimized_metric"
 Direction = Literal["minimize", "maximize"]

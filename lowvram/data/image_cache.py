@@ -13,6 +13,7 @@ import os
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 import numpy as np
+import torch
 from PIL import Image, features
 
 from lowvram.config.cache_folder import cache_folder
@@ -92,8 +94,14 @@ class ImageCache(ABC):
         """The same images, through the cache."""
 
     def counts(self) -> Counts:
-        """So far."""
+        """So far, of this rank."""
         return self.tally.counts()
+
+    def figures(self, device: torch.device) -> Mapping[str, float]:
+        """What the caches of all ranks hold, and the share of images that came from them. A collective."""
+        counts = torch.tensor(self.counts(), device=device)
+        held_bytes, num_hits, num_misses = data_ranks().sum(counts).tolist()
+        return {"data.cache_bytes": held_bytes, "data.cache_hit_frac": num_hits / max(1, num_hits + num_misses)}
 
 
 @final

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
+import torch
+
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
@@ -47,8 +49,9 @@ class Cache(Protocol):
         """The same images, through the cache."""
         ...
 
-    def counts(self) -> tuple[int, int, int]:
-        """The bytes held, and how many images came from the cache, and didn't."""
+    def figures(self, device: torch.device) -> Mapping[str, float]:
+        """What it holds, and which share of all images came from it, on all ranks, for a run's row: numbers by their
+        dotted paths there. A collective, whose tensors are on `device`."""
         ...
 
 
@@ -115,6 +118,11 @@ class Data:
     description: str  # one line for the log
     cache: Cache | None = None  # of decoded images
     is_repeatable: bool = True  # whether a sample is the same each time; the user's own code may draw
+
+    def figures(self, device: torch.device) -> Mapping[str, float]:
+        """What the loader has made of them, for a run's row, as `Cache.figures`. A collective: all ranks must call
+        it."""
+        return {} if self.cache is None else self.cache.figures(device)
 
 
 class Source(ABC):

@@ -21,6 +21,7 @@ from lowvram.core.shards import class_name
 from lowvram.data.spec import TEXTS
 from lowvram.loops.evaluate import Evaluation
 from lowvram.loops.session import Session
+from lowvram.results.row_fields import nested
 
 GIB = 2**30
 Fields = dict[str, Any]
@@ -38,14 +39,7 @@ def merged(*fragments: Fields) -> Fields:
 def common(session: Session) -> Fields:
     """The fields that all modes have: the model, changed semantics, the loss scale, and the noise scale."""
     about = about_model(session.problem, session.rig.model, session.knobs.values())
-    return {
-        **merged(
-            about,
-            {"precision": {"skipped_steps": 0, "scale": None}},
-            session.rig.stepper.figures(),
-        ),
-        **session.noise.fields(),
-    }
+    return merged(about, nested(session.rig.stepper.figures()), session.noise.fields())
 
 
 def trained(session: Session) -> Fields:
@@ -130,14 +124,9 @@ def times(
     }
 
 
-def cached(session: Session) -> Fields:
-    """What the cache of decoded images holds, and which share of all images came from it. A collective: all ranks must
-    call it."""
-    if session.data.cache is None:
-        return {}
-    counts = torch.tensor(session.data.cache.counts(), device=session.rig.device)
-    held_bytes, num_hits, num_misses = data_ranks().sum(counts).tolist()
-    return {"data": {"cache_bytes": held_bytes, "cache_hit_frac": num_hits / max(1, num_hits + num_misses)}}
+def of_data(session: Session) -> Fields:
+    """What the loader made of the data. A collective: all ranks must call it."""
+    return nested(session.data.figures(session.rig.device))
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -55,7 +55,7 @@ class Measure:
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
             fields.times(session, timed_ms, waits_s, token_counts),
-            fields.cached(session),
+            fields.of_data(session),
             disturbed,
             {"time": {"is_cut": len(step_ms) < limits.steps}},
             post_run(session, batches),

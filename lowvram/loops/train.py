@@ -353,6 +353,6 @@ class TrainingRun:
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts, num_samples),
-            fields.cached(self.session),
+            fields.of_data(self.session),
             post_run(measured, batches, peaks),
         )

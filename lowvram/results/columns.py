@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lowvram.config.texts import shortened
 from lowvram.results.metrics import METRICS, Better, Metric
 from lowvram.results.row import Row, Status
+from lowvram.results.row_fields import at
 from lowvram.results.shown import shown
 
 LONGEST_TITLE = 200  # characters
@@ -70,17 +70,6 @@ def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) ->
         better=metric.better,
         of_training=metric.of_training,
     )
-
-
-def at(row: Row, path: str) -> Any:
-    """The value under a dotted path; None where there is none."""
-    value: Any = row
-    section, _, name = path.partition(".")
-    for key in [section, name] if section == "eval" else path.split("."):  # a score's name may hold anything
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value
 
 
 def value_at(row: Row, path: str) -> float | None:

@@ -12,10 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lowvram.results.columns import at, other_scores
+from lowvram.results.columns import other_scores
 from lowvram.results.differing import leaves, varying_names
 from lowvram.results.metrics import METRICS
 from lowvram.results.row import Row, to_json
+from lowvram.results.row_fields import at
 from lowvram.results.shown import cell, shown
 
 FILE_NAME = "table.csv"

@@ -1,6 +1,7 @@
 """The one list of a row's figures. Rows, tables, CSV, summaries, loggers, reports and docs are made from it.
 
-A new figure is one entry here and the code that measures it. Needs no torch.
+A new figure is one entry here and the code that measures it, such as the `figures()` of a stepper. The fields of a row
+that are no figures are listed in row_fields.py. Needs no torch.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from typing import Any
 
 from lowvram.config.secret import without_secrets
 from lowvram.config.texts import shortened
+from lowvram.core.kind import Kind
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.regular import LONG_BYTES, Irregular, read_regular
 from lowvram.results.files.sealed import Damaged, opened, sealed
-from lowvram.results.metrics import GIB, METRICS
+from lowvram.results.metrics import GIB
+from lowvram.results.row_fields import empty_fields, fault
 from lowvram.results.shown import shown
-from lowvram.results.sound import fault
 
 Row = dict[str, Any]
 
@@ -31,7 +32,7 @@ SCHEMA = 1
 FILE_NAME = "result.json"
 LONGEST_FAULT = 400  # characters of a message about a damaged file
 MIB = 2**20
-KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
+KINDS = tuple(kind.value for kind in Kind)
 LEAST_BEYOND_BYTES, LEAST_BEYOND_SHARE = 32 * MIB, 0.1  # less memory than this beyond tensors isn't mentioned
 _HELD_MEMORY = "another process held"
 
@@ -64,52 +65,7 @@ class Status(StrEnum):
 
 def empty_row() -> Row:
     """A row in which nothing is known yet: it has every key, and every value is null."""
-    row = _without_figures()
-    for metric in METRICS:
-        section, _, name = metric.path.partition(".")
-        if isinstance(row.setdefault(section, {}), dict) and "." not in name:
-            row[section].setdefault(name, None)
-    return row
-
-
-def _without_figures() -> Row:
-    """The row's keys that aren't figures of results/metrics.py, and those figures that have a fixed position here."""
-    return {
-        "schema": SCHEMA,
-        **_nulls("id name index status reason"),
-        "logged": _nulls("name group"),
-        "choices": {},
-        "config": {},
-        "compiled": None,
-        "model": _nulls("parameters trainable blocks"),
-        "memory": _nulls(
-            "peak_bytes source steady_peak_bytes reserved_bytes fragmentation_bytes inactive_split_bytes "
-            "device_bytes free_at_start_bytes alloc_retries process_peak_bytes host_peak_bytes "
-            "by_kind by_kind_max by_kind_reason"
-        ),
-        "plan": None,
-        "throughput": _nulls("samples_per_s tokens_per_s mfu"),
-        "data": _nulls("padding"),
-        "time": _nulls(
-            "step_ms_p50 step_ms_p05 step_ms_p95 steps is_cut forward_ms backward_ms update_ms "
-            "setup_s compile_s total_s data_wait_frac"
-        ),
-        "traffic": _nulls("to_host_bytes to_device_bytes waited_ms"),
-        "loss": _nulls("first last eval"),
-        "eval": _nulls("accuracy perplexity"),
-        "precision": _nulls("skipped_steps scale"),
-        "gradient": _nulls("noise_scale noise_scale_reason"),
-        "pruning": _nulls("left"),
-        "growing": _nulls("left"),
-        **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
-        "provenance": _nulls(
-            "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
-        ),
-    }
-
-
-def _nulls(keys: str) -> dict[str, Any]:
-    return dict.fromkeys(keys.split())
+    return empty_fields() | {"schema": SCHEMA}
 
 
 def merge(row: Row, fragment: Mapping[str, Any]) -> Row:
@@ -179,7 +135,7 @@ def parsed(text: str) -> Row:
         schema = stored.get("schema") if isinstance(stored, dict) else None
         raise NoRow(f"schema={schema!r}: must be {SCHEMA}")
     row = _merged(empty_row(), stored)
-    if wrong := fault(row, empty_row(), tuple(Status)):
+    if wrong := fault(row, tuple(Status)):
         raise NoRow(shortened(wrong, LONGEST_FAULT))
     return row
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.config.secret import words_without_secrets
-from lowvram.results.columns import at
 from lowvram.results.metrics import GIB, METRICS, Metric, Shown
 from lowvram.results.planned import plan_lines
 from lowvram.results.row import Row, Status, attempts_text, beyond_tensors_text, is_final, reruns_text, size_text
+from lowvram.results.row_fields import at
 from lowvram.results.shown import last_shown, shown
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from lowvram.core.rig import Part
 from lowvram.data import image_cache
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.hub import Hub
-from lowvram.data.image_cache import Counts, Memory, read_entry
+from lowvram.data.image_cache import Counts, ImageCache, Memory, read_entry
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.loader import CacheKind, Inline, Stacked, Workers
 from lowvram.data.source import Data
@@ -66,8 +66,8 @@ def first_batches(loader: Stacked, data: Data, number: int, first_step: int = 0)
 
 
 def counts(data: Data) -> Counts:
-    assert data.cache is not None
-    return Counts(*data.cache.counts())
+    assert isinstance(data.cache, ImageCache)
+    return data.cache.counts()
 
 
 def same(left: list[Part], right: list[Part]) -> bool:

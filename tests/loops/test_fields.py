@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lowvram.core.stepper import StepperAround
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.loops.fields import memory_held, memory_now, merged, pace, status_bytes, times
+from lowvram.loops.fields import common, memory_held, memory_now, merged, of_data, pace, status_bytes, times
 from lowvram.loops.session import Session
+from lowvram.results import row, row_fields
+from lowvram.results.metrics import METRICS, Metric
 
 MakeSession = Callable[..., Session]
 
@@ -23,6 +27,43 @@ def test_fragments_of_a_section_are_put_together() -> None:
         "b": 4,
         "c": None,
     }
+
+
+class Burning(StepperAround):
+    """Measures what nobody has heard of."""
+
+    def figures(self) -> Mapping[str, float]:
+        return {**self.inner.figures(), "energy.joule_per_step": 1.5, "memory.swapped_bytes": 7}
+
+
+class Swapping:
+    """A cache that does so."""
+
+    def around(self, images: Any) -> Any:
+        return images
+
+    def figures(self, device: torch.device) -> Mapping[str, float]:
+        return {"data.swapped_bytes": 3}
+
+
+def test_a_new_figure_takes_its_entry_and_what_reports_it(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing between the stepper, or the loader, and the row names a figure. What is shown of it, and where, is held
+    by tests/results/test_metrics.py."""
+    session = make_session(choices={"precision": "fp16", "activations": "int8"})
+    session = replace(session, data=replace(session.data, cache=Swapping()))
+    session = replace(session, rig=replace(session.rig, stepper=Burning(session.rig.stepper)))
+    found = merged(common(session), of_data(session))
+    with pytest.raises(KeyError, match="a row has no key 'energy'"):
+        row.merge(row.empty_row(), found)
+    names = ("energy.joule_per_step", "memory.swapped_bytes", "data.swapped_bytes")
+    monkeypatch.setattr(row_fields, "METRICS", (*METRICS, *(Metric(name, name) for name in names)))
+    whole = row.merge(row.empty_row(), found)
+    assert [row_fields.at(whole, name) for name in names] == [1.5, 7, 3]
+    assert whole["precision"] == {"skipped_steps": 0, "scale": 2.0**16}
+    assert whole["memory"]["peak_bytes"] is None
+    assert row.parsed(row.to_json(whole)) == whole
 
 
 def counts(num_tokens: int, num_places: int) -> torch.Tensor:

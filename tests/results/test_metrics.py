@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.cli import objective
 from lowvram.config.settings import GROUPS
-from lowvram.results import columns, csv_file, metrics, row, sound, table, terminal
+from lowvram.results import columns, csv_file, metrics, row_fields, table, terminal
 from lowvram.results.csv_file import to_csv
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.wandb_sweep import columns as sweep_columns
@@ -29,11 +30,11 @@ from lowvram.results.printed_table import to_markdown
 from lowvram.results.report.data import Entry, evidence
 from lowvram.results.report.report import page
 from lowvram.results.row import MIB, Row, empty_row, merge, parsed, to_json
-from lowvram.results.sound import NUMBER
+from lowvram.results.row_fields import NUMBER
 from scripts.pages import doc_shapes
 from tests.synthetic import point
 
-READERS = (row, sound, table, csv_file, terminal, logger, doc_shapes)
+READERS = (row_fields, columns, table, csv_file, terminal, logger, doc_shapes, objective)
 OPEN_SECTIONS = ("plan", "fidelity", "memory.by_kind_max")  # whose keys an empty row doesn't tell
 SWAPPED = Metric(
     "memory.swapped_bytes",
@@ -103,7 +104,7 @@ def test_a_new_figure_is_in_the_row_from_disk_too() -> None:
     assert empty_row()["energy"] == {"joule_per_step": None}
     first = parsed(to_json(measured()[0]))
     assert (first["memory"]["swapped_bytes"], first["energy"]["joule_per_step"]) == (3 * MIB, 1.5)
-    with pytest.raises(ValueError, match=rf"memory.swapped_bytes='much': must be {NUMBER[0]}"):
+    with pytest.raises(ValueError, match=rf"memory.swapped_bytes='much': must be {NUMBER.words}"):
         parsed(to_json(merge(measured()[0], {"memory": {"swapped_bytes": "much"}})))
 
 
@@ -132,6 +133,13 @@ def test_a_new_figure_is_said_after_a_run() -> None:
     lines = terminal.summary(measured()[0])
     assert any(line.startswith("memory: 4.00 MiB ") and line.endswith(", swapped 3.00 MiB") for line in lines), lines
     assert "energy: joule per step 1.5" in lines
+
+
+@pytest.mark.usefixtures("longer")
+def test_a_sweep_can_optimise_a_new_figure() -> None:
+    wanted = objective.Objective.named("energy.joule_per_step")
+    assert wanted.directions == ["minimize"]
+    assert wanted.values(measured()[1]) == [3.5]
 
 
 @pytest.mark.usefixtures("longer")

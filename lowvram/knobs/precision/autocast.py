@@ -126,8 +126,9 @@ class ScaledStepper(StepperAround):
         self.num_good, self.skipped_steps, self.scale = 0, self.skipped_steps + 1, self.scale / 2.0
         return update._replace(recoverable=self.scale >= SMALLEST_SCALE)
 
-    def figures(self) -> dict[str, dict[str, Any]]:
-        return {**self.inner.figures(), "precision": {"skipped_steps": self.skipped_steps, "scale": self.scale}}
+    def figures(self) -> Mapping[str, float]:
+        mine = {"precision.skipped_steps": self.skipped_steps, "precision.scale": self.scale}
+        return {**self.inner.figures(), **mine}
 
     def state_dict(self) -> dict[str, Any]:
         names = ("scale", "num_good", "skipped_steps")

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -226,10 +226,10 @@ class MaskingStepper(StepperAround):
         self.masking.step += 1
         return update
 
-    def figures(self) -> dict[str, dict[str, Any]]:
+    def figures(self) -> Mapping[str, float]:
         """`share_of_zeros`: of the weights that have masks, which share is exactly 0."""
         weights = [weight.detach() for weight in self.masking.masks]
-        return {**self.inner.figures(), "model": {"share_of_zeros": 1 - share_of_others(weights)}}
+        return {**self.inner.figures(), "model.share_of_zeros": 1 - share_of_others(weights)}
 
     def remark(self) -> str | None:
         share, wanted = share_of_others([mask.masked for mask in self.masking.masks.values()]), self.masking.final_share

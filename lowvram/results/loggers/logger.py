@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 from lowvram.config.parent_settings import LoggerSettings
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import first_line
-from lowvram.results.columns import at
 from lowvram.results.metrics import METRICS
 from lowvram.results.row import GIB, Row
+from lowvram.results.row_fields import at
 
 # What a run was made with and on, as users filter by it. The seed and all other values are in the configuration.
 OF_PROVENANCE = ("device_name", "driver", "threads", "torch", "lowvram", "python", "git_sha", "dirty", "command")
