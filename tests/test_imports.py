@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from lowvram.config.settings import KNOB_GROUPS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lowvram"
@@ -113,6 +116,17 @@ def test_a_knob_imports_no_other_knob() -> None:
             group = ".".join(name.split(".")[:2])  # it may be a package
             others = [other for other in ours(all_imports(name)) if room_of(other) == "knobs"]
             assert all(f"{other}.".startswith(f"{group}.") for other in others), name
+
+
+NAMED = {"loops.session": {"accum", "optimizer"}, "loops.setup": {"allocator"}}  # not yet said by the knobs themselves
+
+
+def test_loops_and_fidelity_name_no_knob() -> None:
+    """What a knob has to say, it says through the class `Knob`, or by what it put into the rig."""
+    for name, path in SOURCES.items():
+        if room_of(name) in ("loops", "fidelity"):
+            named = set(re.findall(r"""groups\[["'](\w+)["']\]""", path.read_text())) & set(KNOB_GROUPS)
+            assert named <= NAMED.get(name, set()), f"{name}: {named}"
 
 
 def test_core_needs_nothing_but_torch() -> None:

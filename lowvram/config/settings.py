@@ -5,6 +5,7 @@ The values are in conf/config.yaml; these classes say what is allowed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -264,6 +265,11 @@ class Settings:
     def vram_bytes(self) -> int | None:
         """The memory that the point may use, or None for all that there is."""
         return parse_bytes("vram", self.root.vram)
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts a rank computes its slice of a logical batch."""
+        return math.prod(self.groups[group].num_parts() for group in KNOB_GROUPS)
 
     @property
     def host_bytes(self) -> int | None:

@@ -123,6 +123,19 @@ class Knob(ABC):
         del blocks
         return None
 
+    def num_parts(self) -> int:
+        """In how many parts, of equal size, it has the logical batch computed."""
+        return 1
+
+    def clips_at(self) -> float | None:
+        """The norm to which it scales larger gradients before an update; None: it leaves them as they are."""
+        return None
+
+    def weights_per_scale(self) -> int | None:
+        """If training rounds weights to 4 bits: how many weights of a row share a scale, in an export with 4 bits, too.
+        None: it doesn't matter to an export."""
+        return None
+
     @abstractmethod
     def apply(self, rig: Rig) -> Rig:
         """The next rig. May write only the fields of its stage (`WRITES`)."""

@@ -39,26 +39,26 @@ USUAL = (
 SHARDS = "model-?????-of-?????.safetensors"  # how many there will be isn't known before the weights are written
 
 
-def format_of(name: ExportFormat, group: int = GROUP) -> Format | None:
+def format_of(name: ExportFormat, group: int | None = None) -> Format | None:
     """A format; None for safetensors, of which `plain` takes care.
 
     Args:
-        group: weights of a row that share a scale in 4 bits.
+        group: weights of a row that share a scale in 4 bits; None: as many as usual.
     """
     formats: dict[ExportFormat, Format] = {
         ExportFormat.torch_export: TorchExport(),
         ExportFormat.onnx: Onnx(),
         ExportFormat.int8: int8(),
         ExportFormat.int8_dynamic: int8_dynamic(),
-        ExportFormat.int4: int4(group),
+        ExportFormat.int4: int4(group or GROUP),
         ExportFormat.pt2e: Pt2e(),
     }
     return formats.get(name)
 
 
-def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format | None:
-    """As `format_of`. Raises BadInput if the problem's model can't be written so. Its weights get neither
-    memory nor values, which would be drawn at random."""
+def check_format(name: ExportFormat, group: int | None, problem: Problem) -> None:
+    """Raises BadInput if the problem's model can't be written in the format that `format_of` returns. Its weights get
+    neither memory nor values, which would be drawn at random."""
     chosen = format_of(name, group)
     if chosen is not None:
         model = bare_model(problem)
@@ -66,7 +66,6 @@ def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format |
         outputs = fake_outputs(problem, model)
         if outputs is not None:
             chosen.check_outputs(outputs)
-    return chosen
 
 
 def fake_outputs(problem: Problem, model: nn.Module) -> Any:

@@ -135,8 +135,8 @@ def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Up
 
 def named_gradients(session: Session, watch: KeepGradients, update: Update) -> dict[str, Tensor]:
     """The gradients by parameter name. Clipping, which would hide an error of their size, is undone."""
-    clip = session.settings.groups["stepping"].clip
-    by = 1.0 if clip is None else max(1.0, (float(update.grad_norm) + 1e-6) / clip)
+    clips = [clip for knob in session.knobs.values() if (clip := knob.clips_at()) is not None]
+    by = max([1.0, *((float(update.grad_norm) + 1e-6) / clip for clip in clips)])
     names: dict[Tensor, str] = {parameter: name for name, parameter in session.rig.model.named_parameters()}
     return {names[parameter]: gradient.mul_(by) for parameter, gradient in watch.gradients.items()}
 

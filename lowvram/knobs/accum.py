@@ -62,6 +62,9 @@ class Parts(Knob):
     def reference(self) -> Growing:
         return Growing()
 
+    def num_parts(self) -> int:
+        return self.parts
+
     def apply(self, rig: Rig) -> Rig:
         def split(batch: Part) -> list[Part]:
             parts = self.split(batch)

@@ -69,8 +69,6 @@ class Layers(Enum):
 class NoQat(Knob):
     """Layers multiply by their weights as they are."""
 
-    group: ClassVar[int] = GROUP
-
     stage = Stage.BUILD
     searched = False  # it saves nothing while training
 
@@ -96,7 +94,6 @@ class Int8(FakeQuantized):
     """Weights of 8 bits, with one scale for each row of a linear layer or output channel of a convolution."""
 
     name = "qat=int8"
-    group: ClassVar[int] = GROUP  # of an export in 4 bits
 
     layers: Layers = Layers.auto
 
@@ -135,6 +132,9 @@ class Int4(FakeQuantized):
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({STEADY_WEIGHTS, INNER_LINEARS})
+
+    def weights_per_scale(self) -> int:
+        return self.group
 
     def apply(self, rig: Rig) -> Rig:
         linears = inner_linears(rig.model, known_last_weights(rig.structure, self.name))

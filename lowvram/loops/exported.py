@@ -20,12 +20,13 @@ from torch import nn
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import Part
 from lowvram.data.loader import every_sample
-from lowvram.export.folder import export, export_as, file_bytes, format_of, refusing
+from lowvram.export.folder import check_format, check_free, export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.plain import Origin, made_from
+from lowvram.knobs.adapter.parts import Adapter
 from lowvram.loops.evaluate import loss_in_evaluation
 from lowvram.loops.session import Session
-from lowvram.models.layout import with_extra_state
+from lowvram.models.layout import EXPORTED, with_extra_state
 from lowvram.tasks import Problem
 
 FEW_BATCHES = 4  # whose activations choose the scales of a graph in 8 bits
@@ -35,6 +36,18 @@ LEAST_PAIRS = 3
 Outputs = Callable[[Any], Any]  # inputs of a batch -> outputs for the criterion
 
 
+def check_export(session: Session) -> None:
+    """Raises BadInput if the trained model can't be written as `export.format` says, FileExistsError if something is in
+    the way."""
+    check_free(session.folder / EXPORTED)
+    check_format(session.settings.export.format, weights_per_scale(session), session.problem)
+
+
+def weights_per_scale(session: Session) -> int | None:
+    """As `Knob.weights_per_scale`, of the point's knobs."""
+    return next(filter(None, (knob.weights_per_scale() for knob in session.knobs.values())), None)
+
+
 def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, Any]:
     """Write the trained model, and return the row's fields about the file.
 
@@ -42,8 +55,9 @@ def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, An
         model: with whole tensors.
     """
     settings = session.settings
-    origin = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
-    chosen = format_of(settings.export.format, settings.groups["qat"].group)
+    adapter = next(knob for knob in session.knobs.values() if isinstance(knob, Adapter))
+    origin = Origin(session.problem.model, session.data.spec, adapter, settings.root.seed)
+    chosen = format_of(settings.export.format, weights_per_scale(session))
     if chosen is None:
         export(folder, model, origin, settings.export.merge)
         return {"export": {"file_bytes": file_bytes(folder)}}
@@ -66,7 +80,7 @@ def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origi
 def held_out(session: Session) -> Iterator[Part]:
     """All held-out samples, on the CPU, in parts no larger than those of training."""
     settings = session.settings
-    part_size = math.ceil(settings.train.batch_size / settings.groups["accum"].parts)
+    part_size = math.ceil(settings.train.batch_size / settings.num_parts)
     return every_sample(session.data.eval, part_size, settings.groups["loader"].collate)
 
 

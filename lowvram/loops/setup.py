@@ -50,7 +50,7 @@ def can_replace(
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
         knobs |= noise_of(settings.train).knobs()
-        is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
+        is_whole = settings.train.batch_size % (num_ranks * replace(settings, groups=groups).num_parts) == 0
         helps = Fact.CUDA not in absent or not groups[group].moves_to_host
         return helps and is_whole and not conflicts(knobs, absent)
 

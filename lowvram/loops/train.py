@@ -22,10 +22,9 @@ from lowvram.core.savable import Savable
 from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
-from lowvram.export.folder import check_free, checked_format
 from lowvram.loops import fields, origins
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.exported import export_run
+from lowvram.loops.exported import check_export, export_run
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
@@ -50,8 +49,7 @@ class Train:
     """conf/mode/train.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
-        check_free(session.folder / EXPORTED)
-        checked_format(session.settings.export.format, session.settings.groups["qat"].group, session.problem)
+        check_export(session)
         session = session.growing()
         with MetricsLog(session.folder, session.events) as log:
             return self.run_steps(session, TrainingRun(session, log))

@@ -21,7 +21,7 @@ from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
 from lowvram.export import load, onnx
-from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of, refusing
+from lowvram.export.folder import ABOUT, check_format, check_free, export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import traced
 from lowvram.export.plain import Origin
@@ -112,9 +112,9 @@ def test_onnx_is_refused_before_the_first_step_of_a_model_that_returns_several_t
     with pytest.raises(
         BadInput, match=r"^export\.format='onnx': must be torch_export or .* this model returns several"
     ):
-        checked_format(ExportFormat.onnx, 32, problem)
-    assert checked_format(ExportFormat.torch_export, 32, problem) is not None
-    assert checked_format(ExportFormat.onnx, 32, TINY["resnet"]) is not None
+        check_format(ExportFormat.onnx, 32, problem)
+    check_format(ExportFormat.torch_export, 32, problem)
+    check_format(ExportFormat.onnx, 32, TINY["resnet"])
 
 
 @needs_onnx
@@ -222,7 +222,7 @@ def test_a_model_without_such_layers_is_refused_in_one_sentence(name: str) -> No
 def test_a_check_draws_no_random_number_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before, checked = torch.get_rng_state(), list[nn.Module]()
     monkeypatch.setattr(FewBits, "check", lambda self, model, head: checked.append(model))
-    checked_format(ExportFormat.int8, 32, TINY["transformer"])
+    check_format(ExportFormat.int8, 32, TINY["transformer"])
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.is_meta for parameter in checked[0].parameters())
 

@@ -36,6 +36,9 @@ class AfterBackward(Knob):
     def reference(self) -> AfterBackward:
         return self
 
+    def clips_at(self) -> float | None:
+        return self.clip
+
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, stepper=AfterBackwardStepper(rig.trainable, rig.make_optimizer(rig.trainable), self.clip))
 

@@ -65,6 +65,9 @@ class CpuOffload(Knob):
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.OPTIMIZER: 30}
 
+    def clips_at(self) -> float | None:
+        return self.clip
+
     def apply(self, rig: Rig) -> Rig:
         stepper = CpuOffloadStepper(rig.trainable, rig.make_optimizer, self.clip, self.offload_fraction)
         return replace(rig, stepper=stepper)

@@ -110,6 +110,9 @@ class InBackward(Knob):
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.GRADIENTS: 10}
 
+    def clips_at(self) -> float | None:
+        return self.clip
+
     def apply(self, rig: Rig) -> Rig:
         sums = self.sums.room_for(rig.trainable)
         names = {parameter: name for name, parameter in rig.model.named_parameters()}

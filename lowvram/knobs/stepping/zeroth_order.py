@@ -75,6 +75,9 @@ class ZerothOrder(Knob):
     def reference(self) -> ZerothOrder:
         return self
 
+    def clips_at(self) -> float | None:
+        return self.clip
+
     def apply(self, rig: Rig) -> Rig:
         stepper = ZerothOrderStepper(rig.trainable, rig.make_optimizer, self)
         return replace(rig, stepper=stepper, run=partial(stepper.run, rig.run))

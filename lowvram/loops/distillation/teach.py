@@ -83,7 +83,7 @@ def batches_of(session: Session) -> Iterator[list[Key]]:
     train, root = session.settings.train, session.settings.root
     num_samples = session.settings.groups["schedule"].sizes(train.batch_size).before(train.steps)
     keys = islice(session.data.train.keys(root.seed, 0), num_samples)
-    part_size = -(-train.batch_size // session.settings.groups["accum"].parts)
+    part_size = -(-train.batch_size // session.settings.num_parts)
     while some := list(islice(keys, part_size)):
         yield some
 
