@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,13 @@ def is_for(knob: Knob, problem: str) -> bool:
 
 def lacking_of(task: Task, *knobs: Knob) -> dict[ModelFact, str]:
     """The facts that knobs need and the task's model lacks."""
-    return lacking(task.structure(bare_model(task)), model_facts(knobs))
+    return lacking(structure_of(task), model_facts(knobs))
+
+
+@cache
+def structure_of(task: Task) -> Structure:
+    """Kept, as the laws ask for each option of each of some hundred rows."""
+    return task.structure(bare_model(task))
 
 
 def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:

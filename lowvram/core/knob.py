@@ -152,12 +152,13 @@ def conflicts(
         lacking: those that the model lacks; None: which these are isn't known.
     """
     remedies, reasons = {**absent, **(lacking or {})}, []
+    broken = {name: knob.breaks() for name, knob in knobs.items()}
     for name, knob in knobs.items():
         for fact in _in_order(knob.needs()):
             if fact in remedies:
                 reasons.append(f"{name} needs that {fact.value}: {remedies[fact]}")
-            for other, breaker in knobs.items():
-                if fact in breaker.breaks():
+            for other, facts in broken.items():
+                if fact in facts:
                     reasons.append(f"{name} needs that {fact.value}, and {other} ends that")
     return reasons
 
