@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+
+from lowvram.compat.replaced import replaced
 
 ANSWER_WITHIN_S = 5.0
 
@@ -18,7 +19,7 @@ def hf_offline() -> Iterator[None]:
     of that name is only read at import."""
     from huggingface_hub import constants
 
-    with patch.object(constants, "HF_HUB_OFFLINE", not is_reachable()):
+    with replaced(constants, "HF_HUB_OFFLINE", not is_reachable()):
         yield
 
 

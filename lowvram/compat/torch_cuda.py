@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from lowvram.compat.replaced import replaced
 
 memory: Any = torch.cuda.memory
 
@@ -95,6 +96,7 @@ def streams_replaced(names: dict[str, Any]) -> Iterator[None]:
     2.1), once those have events to wait for.
     """
     with ExitStack() as undo:
-        undo.enter_context(patch.multiple(torch.cuda, **names))
-        undo.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        for name, value in names.items():
+            undo.enter_context(replaced(torch.cuda, name, value))
+        undo.enter_context(replaced(Tensor, "record_stream", lambda tensor, stream: None))
         yield

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from lowvram.compat.replaced import replaced
 
 DefaultAllGather = _fsdp_collectives.DefaultAllGather
 """FSDP2's default class for gathering weights.
@@ -97,7 +98,7 @@ def shape_propagation_inside(context: AbstractContextManager[object]) -> Iterato
         with context:
             return propagate(propagator, operation)
 
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_inside):
+    with replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_inside):
         yield
 
 
@@ -114,5 +115,5 @@ def gathered_from(arrived: Callable[[Tensor], Tensor]) -> Iterator[None]:
     def arrived_inputs(parameter: FSDPParam) -> list[Tensor]:
         return [arrived(weight) for weight in inputs.fget(parameter)]
 
-    with patch.object(FSDPParam, "all_gather_inputs", property(arrived_inputs)):
+    with replaced(FSDPParam, "all_gather_inputs", property(arrived_inputs)):
         yield

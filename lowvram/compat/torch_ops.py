@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.library import Library
+
+from lowvram.compat.replaced import replaced
 
 ATEN: Any = torch.ops.aten
 C: Any = torch._C
@@ -168,7 +169,7 @@ def on_autocast_end(on_end: Callable[[], None]) -> Iterator[None]:
         on_end()
         clear_cache()
 
-    with patch.object(torch, "clear_autocast_cache", clear):
+    with replaced(torch, "clear_autocast_cache", clear):
         yield
 
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowvram.compat.replaced import replaced
 from lowvram.compat.torch_fake import FakeTensor
 
 CHOICE = "_default_to_fused_or_foreach"
@@ -39,5 +39,5 @@ def foreach_chosen_by(is_on_card: Callable[[Tensor], bool]) -> Iterator[None]:
     with ExitStack() as undo:
         for name, module in [*sys.modules.items()]:
             if name.startswith("torch.optim.") and CHOICE in vars(module):
-                undo.enter_context(patch.object(module, CHOICE, choice))
+                undo.enter_context(replaced(module, CHOICE, choice))
         yield

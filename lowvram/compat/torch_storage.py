@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
+
+from lowvram.compat.replaced import replaced
 
 C: Any = torch._C
 
@@ -35,5 +36,5 @@ def on_storage_resize(call: Callable[[torch.UntypedStorage], None]) -> Iterator[
         resize(storage, num_bytes)
         call(storage)
 
-    with patch.object(torch.UntypedStorage, "resize_", resize_and_call):
+    with replaced(torch.UntypedStorage, "resize_", resize_and_call):
         yield

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
+
+from lowvram.compat.replaced import replaced
 
 IMPORTS = "transformers.utils.import_utils"
 
@@ -55,5 +56,5 @@ def known_values_readable(is_known: Callable[[Any], bool]) -> Iterator[None]:
     if is_fake is None:
         yield
         return
-    with patch.object(imports, "is_fake_tensor", lambda value: is_fake(value) and not is_known(value)):
+    with replaced(imports, "is_fake_tensor", lambda value: is_fake(value) and not is_known(value)):
         yield

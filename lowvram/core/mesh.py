@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, final
 
 import torch
@@ -112,6 +113,18 @@ def all_ranks() -> Ranks:
 def data_ranks() -> Ranks:
     """The ranks that share out the samples of a logical batch: each computes a slice."""
     return Ranks()
+
+
+def tell(line: str) -> None:
+    """Print a line, once for all ranks."""
+    if all_ranks().is_first:
+        print(line, flush=True)
+
+
+@cache
+def tell_once(line: str) -> None:
+    """The same, unless this process has printed this line before."""
+    tell(line)
 
 
 def device_mesh(device: torch.device) -> DeviceMesh:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowvram.core.fact import ModelFact
 from lowvram.core.layers import is_plain_linear
+from lowvram.core.mesh import tell_once
 from lowvram.core.probes.blocks import FoundBlocks, find_blocks
 
 T = TypeVar("T")
@@ -101,6 +102,14 @@ class Structure:
         parameters: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         last = {parameters[name] for name in self.get(Blocks()).last if name in parameters}
         return last.union([] if self.head is None else [self.head.weight])
+
+
+def known_last_weights(known: Structure, option: str) -> set[Tensor]:
+    """`Structure.last_weights`; if they aren't known, a line says so, once for each option."""
+    last = known.last_weights
+    if not last:
+        tell_once(f"{option}: which layer is the model's last isn't known, so each is treated as an inner one")
+    return last
 
 
 def unless(has: Callable[[Structure], object], remedy: str) -> Callable[[Structure], str | None]:

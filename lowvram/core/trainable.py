@@ -7,9 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.mesh import all_ranks
-
-TOLD: set[str] = set()  # lines that were printed
+from lowvram.core.mesh import tell_once
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -31,12 +29,8 @@ def check_something_trains(model: nn.Module) -> None:
         count = len([*model.parameters()])
         raise Incompatible(f"no weight of the model trains: requires_grad is false for all of its {count} parameters")
     halves = [name for name, each in trained if each.dtype is torch.float16]
-    line = (
-        f"{len(halves)} of the weights that train are in fp16, such as {halves[0]}: small updates of them are lost and"
-        " large ones overflow; make the model in fp32, and choose precision=fp16"
-        if halves
-        else ""
-    )
-    if line and line not in TOLD and all_ranks().is_first:
-        TOLD.add(line)
-        print(line, flush=True)
+    if halves:
+        tell_once(
+            f"{len(halves)} of the weights that train are in fp16, such as {halves[0]}: small updates of them are lost"
+            " and large ones overflow; make the model in fp32, and choose precision=fp16"
+        )

@@ -29,12 +29,11 @@ from lowvram.compat.torch_modules import become
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.knob import Exactness, Knob, Stage
-from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import convolutions, inner_linears, require_replaceable
 from lowvram.core.probes.uncalled import Uncalled
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
-from lowvram.core.structure import Structure, unless
+from lowvram.core.structure import Structure, known_last_weights, unless
 
 GROUP = 32  # weights of a row that share a scale in 4 bits
 LARGEST = 127  # code of a weight in 8 bits; the smallest is -127

@@ -95,7 +95,7 @@ class DDP(DataParallel):
         return super().needs() | {Fact.GRADS_AT_UPDATE}
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model))
+        return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))
 
 
 @dataclass(frozen=True)
@@ -197,12 +197,15 @@ def over_ranks(rig: Rig) -> Rig:
 
 
 @contextmanager
-def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
+def gradients_summed(model: nn.Module, told: set[str], is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part. For the last part of a step, sums the gradients over all ranks, mostly
     during the backward pass; when the block ends they are summed. Does nothing for other parts, since gradients
     accumulate over all parts and are sent once. Nor does it without autograd, which then computes none. A parameter
     that the forward passes of this rank haven't used counts as one with a gradient of 0, which a line says once; one
     that no rank has used gets no gradient, so that its weight stays as it is, as on one rank.
+
+    Args:
+        told: the names in that line, once it was printed.
     """
     if not is_last or not torch.is_grad_enabled():
         yield
@@ -215,16 +218,13 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     gradients.finish()
-    if gradients.unused and not TOLD:
-        TOLD.update(name for name, parameter in model.named_parameters() if parameter in gradients.unused)
-        names = ", ".join(sorted(TOLD))
+    if gradients.unused and not told:
+        told.update(name for name, parameter in model.named_parameters() if parameter in gradients.unused)
+        names = ", ".join(sorted(told))
         print(
             f"rank {all_ranks().rank}: no gradient of {names}: counted as 0, or left alone if no rank has one",
             flush=True,
         )
-
-
-TOLD: set[str] = set()  # names of parameters without a gradient, once a line has named them
 
 
 class GradientSum:

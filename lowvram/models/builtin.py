@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
+from lowvram.core.mesh import tell
 from lowvram.core.probes.blocks import FoundBlocks
 from lowvram.core.probes.stated import BRANCHES, TAIL, Tail
 from lowvram.core.seeds import generator_for
@@ -22,7 +23,7 @@ from lowvram.models import layout
 from lowvram.models.growth import Grown, copied_tensors, sources
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import InnerWidth, Pruned
-from lowvram.models.wrappers import plain_names, taken_off, tell
+from lowvram.models.wrappers import plain_names, taken_off
 
 BLOCKS = "blocks"  # the list of blocks in each of lowvram's models
 LAST = ("head.weight",)

@@ -13,12 +13,13 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.core.mesh import tell_once
 from lowvram.core.model_copies import copied
 from lowvram.core.references import Unfollowed
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
-from lowvram.models.wrappers import tell, unwrapped
+from lowvram.models.wrappers import unwrapped
 
 # The words that model.args may contain, each with the figure of the data that replaces it.
 FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {
@@ -108,10 +109,9 @@ class ExternalConfig(ForeignModel):
         allowed = f"a class or function that makes an nn.Module: this made a {type(model).__name__}"
         require(isinstance(model, nn.Module), "model.target", self.target, allowed)
         inner, left = unwrapped(model)
-        if left and self.target not in TOLD:
-            TOLD.add(self.target)
+        if left:
             what = f"what {', '.join(sorted({*left}))} of torch wraps is trained and saved without that wrapper"
-            tell(f"model.target={self.target}: {what}: compile=blocks compiles, sharding=ddp takes several cards")
+            tell_once(f"model.target={self.target}: {what}: compile=blocks compiles, sharding=ddp takes several cards")
         return inner
 
 
@@ -126,7 +126,6 @@ class HandedOver(ExternalConfig):
         return self.maker
 
 
-TOLD: set[str] = set()  # targets whose wrappers were told
 SKELETONS: dict[str, nn.Module] = {}  # models without values
 
 

@@ -17,10 +17,10 @@ from lowvram.compat.hf_offline import hf_offline
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
+from lowvram.core.mesh import tell
 from lowvram.core.quiet import quiet
 from lowvram.data.image_rules import ImageRules, PixelScale
 from lowvram.models.hf_source import folder, is_folder, transformers
-from lowvram.models.wrappers import tell
 
 FILE, SHARED_FILE = "preprocessor_config.json", "processor_config.json"  # the second one also holds a tokenizer's, say
 SIZES = ("size", "crop_size")  # entries of processors that hold pixels

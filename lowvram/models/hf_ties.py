@@ -14,10 +14,11 @@ from torch import nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
+from lowvram.core.mesh import tell
 from lowvram.models.hf_source import is_folder
 from lowvram.models.layout import UNREADABLE
 from lowvram.models.third_party import names_of_tensors
-from lowvram.models.wrappers import few, plain_names, tell
+from lowvram.models.wrappers import few, plain_names
 
 NUM_ROWS = 4096  # compared at once
 

@@ -19,10 +19,11 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.transformers import start_anew
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
+from lowvram.core.mesh import tell
 from lowvram.models.hf_source import folder, is_folder, local_files, transformers
 from lowvram.models.hf_ties import places_of
 from lowvram.models.layout import names_in, tensors_in
-from lowvram.models.wrappers import few, plain_names, taken_off, tell
+from lowvram.models.wrappers import few, plain_names, taken_off
 
 ADAPTER = "adapter_config.json"
 SCALES = ("_scale", "_scale_inv")  # end names of what weights of few bits are multiplied with

@@ -18,9 +18,10 @@ from torch import Size, Tensor, dtype, nn
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
 from lowvram.core.extra_state import extra_states, give, hidden
+from lowvram.core.mesh import tell
 from lowvram.core.shared_memory import in_one_memory
 from lowvram.data.spec import DataSpec
-from lowvram.models.wrappers import plain_names, taken_off, tell
+from lowvram.models.wrappers import plain_names, taken_off
 from lowvram.results.files.other_format import check_safetensors
 from lowvram.results.files.regular import read_regular
 

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from torch import nn
 
 from lowvram.compat.torch_modules import inside_compiled
-from lowvram.core.mesh import all_ranks
 
 # The attributes under which wrappers of torch hold what they wrap, as parts of dotted names.
 ADDED = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -60,9 +59,3 @@ def few(names: Collection[str]) -> str:
     """The first names, and how many more there are."""
     first, more = [*names][:SHOWN], len(names) - SHOWN
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")
-
-
-def tell(line: str) -> None:
-    """Print a line, once for all ranks."""
-    if all_ranks().is_first:
-        print(line, flush=True)

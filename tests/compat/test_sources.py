@@ -50,9 +50,9 @@ def private_names(source: str) -> Iterator[str]:
                 PRIVATE.fullmatch(name)
             ):
                 yield ast.unparse(node)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="patch")), args=[target, *_]) if (
-                root(target) in libraries
-            ):
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="patch")) | ast.Name(id="replaced"), args=[target, *_]
+            ) if root(target) in libraries:
                 yield ast.unparse(node)
             case ast.Assign(targets=[ast.Attribute(value=target) as replaced]) if is_class_of(target, libraries):
                 yield ast.unparse(replaced)
@@ -112,6 +112,11 @@ def root(node: ast.expr) -> str:
     return ast.unparse(node).partition(".")[0]
 
 
+def is_replacing(function: ast.expr) -> bool:
+    """Whether it is `patch.object` and its like, or compat's `replaced`."""
+    return ast.unparse(function).partition(".")[0] in ("patch", "replaced")
+
+
 def is_class_of(node: ast.expr, libraries: set[str]) -> bool:
     last = ast.unparse(node).rpartition(".")[2]
     return root(node) in libraries and last[0].isupper()
@@ -145,6 +150,8 @@ def test_no_private_name_of_others_is_used_outside_compat() -> None:
         ("def f(x):\n    return getattr(x, '_version', 0)", ["getattr(x, '_version', 0)"]),
         ("import torch\ntorch.UntypedStorage.resize_ = f", ["torch.UntypedStorage.resize_"]),
         ("from torch import Tensor\npatch.object(Tensor, 'sin', f)", ["patch.object(Tensor, 'sin', f)"]),
+        ("from torch import Tensor\nreplaced(Tensor, 'sin', f)", ["replaced(Tensor, 'sin', f)"]),
+        ("from lowvram.core import host\nreplaced(host, 'moved', f)", []),
         ("class Mode(Base):\n    def _should_skip(self): ...", ["Mode._should_skip"]),
         ("class Sweeper(Base):\n    def f(self):\n        return self._parse()", ["self._parse"]),
         # Ours, Python's, and settings that are made to be set.
@@ -174,7 +181,8 @@ def names_of(path: Path) -> dict[str, str]:
     return offered
 
 
-MODULES = [path for path in sorted(COMPAT.glob("*.py")) if path.name not in ("__init__.py", "hf_offline.py")]
+WITHOUT_PRIVATE_NAMES = ("__init__.py", "hf_offline.py", "replaced.py")
+MODULES = [path for path in sorted(COMPAT.glob("*.py")) if path.name not in WITHOUT_PRIVATE_NAMES]
 
 
 def test_every_name_says_since_when_and_what_would_replace_it() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import BadInput, Incompatible
-from lowvram.core import trainable
 from lowvram.core.assemble import assemble
+from lowvram.core.mesh import tell_once
 from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.external import layout_of
@@ -62,9 +62,9 @@ def test_a_model_that_cannot_be_trained_is_named(make: Any, told: str) -> None:
 
 
 def test_weights_in_fp16_that_train_are_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trainable, "TOLD", set())
+    tell_once.cache_clear()
     lowvram.assemble(lowvram.task(words().half(), make_batch(WORDS, 2).inputs), device="cpu")
     assert "5 of the weights that train are in fp16, such as 0.weight" in capsys.readouterr().out
 

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob
-from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.rig import Rig
+from lowvram.core.structure import known_last_weights
 from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import decayed

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import become
 from lowvram.core.fact import Fact
 from lowvram.core.knob import Exactness, Knob, Stage
-from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import has_own_forward, owns_weight
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
+from lowvram.core.structure import known_last_weights
 
 MULTIPLE = 16  # tensor cores need both dimensions of a weight to be multiples of it
 

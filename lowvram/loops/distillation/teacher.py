@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput, require
 from lowvram.core.assemble import bare_model
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.mesh import tell
 from lowvram.core.values import Fill, materialise
 from lowvram.data.image_rules import image_rules_of
 from lowvram.data.local import looks_local
@@ -25,7 +26,6 @@ from lowvram.export.plain import APART, Allowed, described_problem, read_json
 from lowvram.knobs.precision.bf16_pure import to_bf16, with_bf16_inputs
 from lowvram.models.external import ExternalConfig
 from lowvram.models.layout import CONFIG
-from lowvram.models.wrappers import tell
 from lowvram.results.files import manifest
 from lowvram.results.files.manifest import content_of
 from lowvram.tasks import Auto, ModelConfig, Problem

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from lowvram.compat.replaced import replaced
 from lowvram.compat.torch_cuda import streams_replaced
 from lowvram.compat.torch_distributed import gathered_from
 from lowvram.compat.torch_ops import NormOps, kernels_replaced
@@ -62,9 +62,9 @@ STREAMS: dict[str, Any] = {
 def acts_as_card(card: Card) -> Iterator[None]:
     """Inside it CPU tensors are treated as tensors on `card`."""
     with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
-        undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
-        undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
-        undo.enter_context(patch.object(host, "moved", lambda tensor, device: tensor.clone()))
+        undo.enter_context(replaced(own_attention, "is_on_cpu", lambda tensor: False))
+        undo.enter_context(replaced(host, "copies_overlap", lambda device: True))
+        undo.enter_context(replaced(host, "moved", lambda tensor, device: tensor.clone()))
         undo.enter_context(streams_replaced(STREAMS))
         undo.enter_context(weights_cast_once())
         undo.enter_context(gathered_from(on_card))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowvram
-from lowvram.core import last_layer
 from lowvram.core.layers import inner_linears
+from lowvram.core.mesh import tell_once
 from lowvram.core.outputs import all_outputs, logits_of
 from lowvram.core.probes.blocks import find_blocks
 from lowvram.knobs.optimizer import Muon
@@ -99,9 +99,9 @@ def test_the_last_layer_of_ones_own_model_is_treated_as_such(kind: Any) -> None:
 
 
 def test_that_the_last_layer_is_unknown_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(last_layer, "TOLD", set())
+    tell_once.cache_clear()
     task = lowvram.task(Model(FORWARDS["no head"][0]), torch.randn(2, 8))
     lowvram.assemble(task, "optimizer=muon", device="cpu")
     assert "optimizer=muon: which layer is the model's last isn't known" in capsys.readouterr().out
