@@ -18,8 +18,8 @@ from lowvram.core.assemble import apply_stage, assemble
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import WRITES, Exactness, Knob, Stage
+from lowvram.core.layers import PackedWeight
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.packed import PackedWeight
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.tile import TiledBlocks

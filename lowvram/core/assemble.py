@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
+from lowvram.core.copies import lend_gradients, real_views
 from lowvram.core.device import absent_facts
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
@@ -21,7 +22,6 @@ from lowvram.core.ledger import announce
 from lowvram.core.mesh import all_ranks
 from lowvram.core.misfits import with_reasons
 from lowvram.core.probes.compilable import CompileObstacles
-from lowvram.core.real_views import lend_gradients, real_views
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import add_hooks, refusing_thawed

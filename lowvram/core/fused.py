@@ -1,8 +1,10 @@
-"""Operators made of others: one compiled kernel on a card, and one operator for plans and ledgers everywhere."""
+"""Operators made of others: one compiled kernel on a card, and one operator for plans and ledgers everywhere. And
+optimizers whose compiled kernels no ledger sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -85,3 +87,12 @@ def launched(operator: Any, launch: Callable[..., None]) -> Callable[..., None]:
             operator(*args)
 
     return call
+
+
+class CompiledUpdate(torch.optim.Optimizer, ABC):
+    """An optimizer whose update is compiled, so that neither a ledger nor a trace sees its operators."""
+
+    @abstractmethod
+    def scratch_bytes(self) -> Iterator[list[int]]:
+        """The temporaries of each parameter that has a gradient, in the order in which a card's allocator is asked for
+        them. Those of one parameter live together, until its update has run."""

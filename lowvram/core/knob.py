@@ -75,6 +75,7 @@ class Knob(ABC):
     # Errors of torch in a step that this knob causes where a model's code doesn't fit it: a pattern of the text -> what
     # the knob needs, and what the user can do, as in `conflicts`.
     misfits: ClassVar[Mapping[str, str]] = {}
+    decides_learning: ClassVar[bool] = False  # it decides what is learnt: `reference` is the knob itself
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         """The facts without which this knob can't work."""
@@ -91,8 +92,8 @@ class Knob(ABC):
 
     def reference(self) -> Knob | None:
         """This group's knob in the run without any saving that fidelity compares with: itself, if it decides what is
-        learnt; None for the neutral option."""
-        return None
+        learnt; else None, for the neutral option."""
+        return self if self.decides_learning else None
 
     def remedies(self) -> Mapping[Kind, int]:
         """The kinds of memory that this option reduces, for the advice after an out-of-memory error, each with its
@@ -139,6 +140,13 @@ class Knob(ABC):
     @abstractmethod
     def apply(self, rig: Rig) -> Rig:
         """The next rig. May write only the fields of its stage (`WRITES`)."""
+
+
+class Neutral(Knob):
+    """A choice to change nothing."""
+
+    def apply(self, rig: Rig) -> Rig:
+        return rig
 
 
 def conflicts(

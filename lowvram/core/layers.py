@@ -117,3 +117,14 @@ def is_rms_norm(module: nn.Module, width: int, eps: float) -> bool:
             return False
         wanted = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
         return isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, wanted, rtol=1e-5)
+
+
+class PackedWeight(nn.Module):
+    """Its buffers hold the weights, several in one element. They aren't parameters and never train."""
+
+    num_weights: int
+
+
+def num_packed(model: nn.Module) -> int:
+    """The number of packed weights of a model, which its parameters don't include."""
+    return sum(module.num_weights for module in model.modules() if isinstance(module, PackedWeight))

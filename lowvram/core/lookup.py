@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from lowvram.compat.torch_autograd import will_run
 from lowvram.core import host
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.host_weights import HostGradient, on_device
 from lowvram.core.kind import Kind
 from lowvram.core.shards import local
+from lowvram.core.stepper import GradientSink
 
 NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32
 dense_backward: Any = torch.ops.aten.embedding_dense_backward

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, final
+from typing import final
 
 from torch import Tensor
 
@@ -14,15 +16,19 @@ from lowvram.core.stepper import Stepper, StepperAround, Update
 BETWEEN = "between"
 
 
-class Marks(Protocol):
+class Marks(ABC):
     """Receives the phases "forward", "backward" and "update" as they begin."""
 
+    @abstractmethod
     def mark(self, label: str) -> None:
         """The phase from here to the next mark is `label`."""
 
-    def lap(self, label: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def lap(self, label: str) -> Iterator[None]:
         """The phase of the block is `label`; after it, `BETWEEN`."""
-        ...
+        self.mark(label)
+        yield
+        self.mark(BETWEEN)
 
 
 def with_phases(rig: Rig, marks: Marks) -> Rig:

@@ -7,22 +7,22 @@ steps what the passes save is compared, too (`Witness`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.backends import cuda
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modes import is_in_dispatch_mode
 from lowvram.compat.torch_modules import own_buffers, own_parameters
 from lowvram.config.errors import Incompatible
 from lowvram.core import generators
 from lowvram.core.changes import Change, Look, OfEntry, StatisticsFrozen
 from lowvram.core.generators import OfTorch, Source, States, global_sources, sources_of, states_of
-from lowvram.core.kernel_choice import KernelChoice
 from lowvram.core.places import Places
 from lowvram.core.saved import is_saved_exactly
-from lowvram.core.weights_read import Weights
 from lowvram.core.witness import Witness
 
 NUM_CHECKED = 3  # rounds of a forward pass and its repetition
@@ -212,3 +212,86 @@ class Again(AbstractContextManager[None]):
                 f"{written} in {type(first.owner.module).__name__} was changed in place after its forward pass began,"
                 " so that the block can't be computed again as it was (choose ckpt=none)"
             )
+
+
+FLAGS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+]
+
+
+@final
+class KernelChoice(AbstractContextManager[None]):
+    """The present choice: inside it, it holds again. Can be entered again."""
+
+    def __init__(self) -> None:
+        self.chosen = now()
+        self.outside = self.chosen
+
+    def __enter__(self) -> None:
+        self.outside = now()
+        self.set(self.outside, self.chosen)
+
+    def __exit__(self, *error: Any) -> None:
+        self.set(self.chosen, self.outside)
+
+    def set(self, present: list[bool], wanted: list[bool]) -> None:
+        for (_, enable), is_on, is_wanted in zip(FLAGS, present, wanted, strict=True):
+            if is_on != is_wanted:
+                enable(is_wanted)
+
+
+def now() -> list[bool]:
+    return [is_enabled() for is_enabled, _ in FLAGS]
+
+
+class Weight(NamedTuple):
+    """A weight at a forward pass."""
+
+    what: str  # for messages: "Linear.weight"
+    owner: MutableMapping[str, Tensor | None]
+    name: str
+    tensor: Tensor
+    requires_grad: bool
+    version: int
+
+
+@final
+class Weights:
+    """Those of modules, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.weights = [
+            Weight(type(module).__name__, own, name, weight, weight.requires_grad, version_of(weight))
+            for module in modules
+            for own in [own_parameters(module)]
+            for name, weight in own.items()
+            if weight is not None and not weight.is_inference()
+        ]
+        self.now: list[tuple[Weight, Tensor | None, bool]] = []
+
+    def put_back(self) -> None:
+        """Have the modules hold them again, and train those that trained. Keeps what is there now."""
+        self.now = []
+        for each in self.weights:
+            present = each.owner.get(each.name)
+            if present is not each.tensor or each.tensor.requires_grad != each.requires_grad:
+                self.now.append((each, present, each.tensor.requires_grad))
+                each.owner[each.name] = each.tensor
+                if each.tensor.is_leaf:
+                    each.tensor.requires_grad_(each.requires_grad)
+
+    def take_away(self) -> None:
+        """The inverse of `put_back`."""
+        for each, present, requires_grad in reversed(self.now):
+            each.owner[each.name] = present
+            if each.tensor.is_leaf:
+                each.tensor.requires_grad_(requires_grad)
+        self.now = []
+
+    def written(self) -> str | None:
+        """One that was written to since, by its name."""
+        weights = (each for each in self.weights if version_of(each.tensor) != each.version)
+        return next((f"{each.what}.{each.name}" for each in weights), None)

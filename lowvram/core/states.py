@@ -21,8 +21,8 @@ from lowvram.core.extra_state import extra_states, give
 from lowvram.core.mesh import all_ranks
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
-from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, reshard, whole
+from lowvram.core.trainable import ever_trains
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowvram.core.gradient_sink import GradientSink
+
+class GradientSink(ABC):
+    """Adds to the sum of one parameter's gradients. It may be used only in the backward pass in which it was offered.
+
+    Args:
+        row_multiple: each run of rows begins at a multiple of this number.
+    """
+
+    def __init__(self, row_multiple: int) -> None:
+        self.row_multiple = row_multiple
+
+    @abstractmethod
+    def add(self, rows: slice, piece: Tensor) -> None:
+        """Add these rows of a gradient: contiguous, on the parameter's device."""
+
+    def rows_at_a_time(self, most: int) -> int:
+        """The length of runs that begin at such multiples: at most `most`, if that is possible."""
+        return max(self.row_multiple, most - most % self.row_multiple)
+
+
+SinkOf = Callable[[Tensor], GradientSink | None]  # None: the whole gradient is needed
+
+
+def no_sink(parameter: Tensor) -> None:
+    """For parameters whose whole gradients are needed."""
 
 
 class Update(NamedTuple):

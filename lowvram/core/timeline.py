@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from lowvram.core.kind import Kind
 from lowvram.core.peak import Peak, states
-from lowvram.core.phases import BETWEEN
+from lowvram.core.phases import BETWEEN, Marks
 
 MOST_MOMENTS = 200
 
@@ -24,7 +23,7 @@ class Moment(NamedTuple):
 
 @final
 @dataclass
-class Timeline:
+class Timeline(Marks):
     """The memory over the step that a ledger records: make it at the step's beginning, tell it the phases, and ask it
     when the ledger has closed."""
 
@@ -37,13 +36,6 @@ class Timeline:
     def mark(self, label: str) -> None:
         """From here on the events belong to the phase `label`."""
         self.begins.append((len(self.peak.lines), label))
-
-    @contextmanager
-    def lap(self, label: str) -> Iterator[None]:
-        """The events of the block belong to the phase `label`."""
-        self.mark(label)
-        yield
-        self.mark(BETWEEN)
 
     def moments(self, most: int = MOST_MOMENTS) -> list[Moment]:
         """The memory after some events: in each of `most` / 2 stretches of equally many events those after which the

@@ -1,10 +1,15 @@
-"""What no option can train in a model of anybody's: refused in one sentence, by name."""
+"""What trains: what no option can train, refused in one sentence, and parameters that rest, which don't train in the
+present step of a run, but do in others.
+
+A frozen parameter has `requires_grad` false in all steps, one that rests only until it is woken.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.mesh import tell_once
@@ -34,3 +39,23 @@ def check_something_trains(model: nn.Module) -> None:
             f"{len(halves)} of the weights that train are in fp16, such as {halves[0]}: small updates of them are lost"
             " and large ones overflow; make the model in fp32, and choose precision=fp16"
         )
+
+
+_resting = WeakIdKeyDictionary()
+
+
+def rest(parameter: nn.Parameter) -> None:
+    """Have autograd compute no gradient of the parameter until it is woken."""
+    parameter.requires_grad_(False)
+    _resting[parameter] = True
+
+
+def wake(parameter: nn.Parameter) -> None:
+    """The inverse of `rest`."""
+    parameter.requires_grad_()
+    _resting.pop(parameter, None)
+
+
+def ever_trains(parameter: nn.Parameter) -> bool:
+    """Whether the parameter trains at some step of the run."""
+    return parameter.requires_grad or parameter in _resting

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.rig import Part, Rig
 
 
 @dataclass(frozen=True)
-class Whole(Knob):
+class Whole(Neutral):
     """The logical batch in one piece."""
 
     parts: int = 1
@@ -35,9 +35,6 @@ class Whole(Knob):
 
     def reference(self) -> Growing:
         return Growing()
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 @dataclass(frozen=True)

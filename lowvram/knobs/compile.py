@@ -29,7 +29,7 @@ from lowvram.core.changes import Change, OfEntry
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.fingerprints import fingerprint
 from lowvram.core.generators import OfTorch, global_sources, restore
-from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.knob import Exactness, Knob, Neutral, Stage
 from lowvram.core.probes.stated import HAS_FEW_SHAPES
 from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.repeat import First, Repeatable
@@ -48,7 +48,7 @@ OF_VALUES = "index out of range|out of bounds|device-side assert"
 
 @final
 @dataclass(frozen=True)
-class Eager(Knob):
+class Eager(Neutral):
     """The model runs eagerly."""
 
     stage = Stage.COMPILE
@@ -56,9 +56,6 @@ class Eager(Knob):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED})
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 def has_plain_blocks(known: Structure) -> bool:

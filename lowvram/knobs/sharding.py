@@ -29,7 +29,7 @@ from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
 from lowvram.core.mesh import all_ranks, data_ranks, device_mesh
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
@@ -57,16 +57,13 @@ class Sharding(Knob):
 
 
 @dataclass(frozen=True)
-class Unsharded(Sharding):
+class Unsharded(Neutral, Sharding):
     """One process holds everything."""
 
     searched = False
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({Fact.ONE_RANK})
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 class DataParallel(Sharding):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lowvram.core.held import held_bytes
 from lowvram.core.knob import Knob
+from lowvram.core.layers import num_packed
 from lowvram.core.mesh import data_ranks
-from lowvram.core.packed import num_packed
-from lowvram.core.resting import ever_trains
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
+from lowvram.core.trainable import ever_trains
 from lowvram.data.spec import TEXTS
 from lowvram.loops.evaluate import Evaluation
 from lowvram.loops.session import Session

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from lowvram.core.assemble import assemble
-from lowvram.core.gradient_sink import GradientSink, SinkOf, no_sink
 from lowvram.core.knob import Knob
 from lowvram.core.step import step
-from lowvram.core.stepper import Stepper
+from lowvram.core.stepper import GradientSink, SinkOf, Stepper, no_sink
 from lowvram.knobs.logits import LazyLogits, TiledLogits
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16

@@ -22,7 +22,7 @@ from lowvram.core import witness
 from lowvram.core.fingerprints import fingerprint
 from lowvram.core.generators import seed_all
 from lowvram.core.repeat import NUM_CHECKED, Repeatable
-from lowvram.knobs.ckpt.block import recompute
+from lowvram.knobs.ckpt.chosen import recompute
 from tests.restless import CLASSES, WIDTH, Mlp, Net
 
 CKPT = ("ckpt=every1", "ckpt=sqrt", "ckpt=selective")

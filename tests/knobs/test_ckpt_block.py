@@ -13,7 +13,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.changes import StatisticsFrozen
 from lowvram.core.knob import Knob
 from lowvram.knobs.ckpt import KeepAll, RecomputeEvery, RecomputeSegments, Selective
-from lowvram.knobs.ckpt.block import recompute
+from lowvram.knobs.ckpt.chosen import recompute
 from tests.laboratory import (
     CPU,
     IMAGES,

@@ -18,7 +18,7 @@ from lowvram.compat.torch_autograd import base_of
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.knob import Exactness, Knob, Neutral, Stage
 from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import MOST_SEEDS
@@ -29,13 +29,10 @@ from lowvram.knobs.activations.codes import empty_codes, read_codes, write_codes
 
 
 @dataclass(frozen=True)
-class Full(Knob):
+class Full(Neutral):
     """Saved tensors are kept as they are."""
 
     stage = Stage.NUMERICS
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 @dataclass(frozen=True)

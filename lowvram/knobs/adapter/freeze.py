@@ -7,6 +7,7 @@ from typing import final
 
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.knob import Neutral
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig
 from lowvram.core.structure import HEAD
@@ -15,13 +16,10 @@ from lowvram.knobs.adapter.parts import Adapter, Frozen, freeze_statistics
 
 @final
 @dataclass(frozen=True)
-class NoAdapter(Adapter):
+class NoAdapter(Neutral, Adapter):
     """The whole model trains."""
 
     searched = False
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 @final
@@ -32,6 +30,7 @@ class Freeze(Frozen):
     train: list[str] | None = None
 
     band = 2e-6  # over the gradients of what trains
+    decides_learning = True
 
     def __post_init__(self) -> None:
         allowed = "null (the head) or a list of at least one name"
@@ -42,9 +41,6 @@ class Freeze(Frozen):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.TRAINED_BLOCKS} if self.train is None else ())
-
-    def reference(self) -> Freeze:
-        return self
 
     def apply(self, rig: Rig) -> Rig:
         parameters = dict(rig.model.named_parameters(remove_duplicate=False))

@@ -19,7 +19,7 @@ from torch.nn.grad import conv2d_input
 
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import Incompatible
-from lowvram.core.packed import PackedWeight
+from lowvram.core.layers import PackedWeight
 
 BLOCK = 64  # weights that share a scale: the largest absolute value among them
 LEVELS = (

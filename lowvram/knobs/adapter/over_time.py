@@ -33,16 +33,13 @@ class OverTime(Frozen):
 
     misfits = TAKES_PART
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
+    decides_learning = True
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.SAME_PARAMS})
-
-    def reference(self) -> OverTime:
-        """Itself: it decides which weights each step changes, and so what is learnt, as an optimizer does."""
-        return self
 
     def caveat(self, model: nn.Module) -> str:
         has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())

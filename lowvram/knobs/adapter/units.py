@@ -8,7 +8,7 @@ from typing import final
 from torch import nn
 
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.core.resting import rest, wake
+from lowvram.core.trainable import rest, wake
 from lowvram.knobs.adapter.parts import keep_in_eval, let_train
 
 BEFORE = 0  # the number of the unit before the blocks; the blocks follow, and after the last one the rest of the model

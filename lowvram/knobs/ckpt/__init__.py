@@ -2,8 +2,7 @@
 
 from lowvram.knobs.ckpt.chosen import RecomputeChosen
 from lowvram.knobs.ckpt.compiler import CompilerBudget
-from lowvram.knobs.ckpt.every import RecomputeEvery
-from lowvram.knobs.ckpt.keep_all import KeepAll
+from lowvram.knobs.ckpt.every import KeepAll, RecomputeEvery
 from lowvram.knobs.ckpt.segments import RecomputeSegments
 from lowvram.knobs.ckpt.selective import Selective
 

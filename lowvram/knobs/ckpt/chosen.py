@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
@@ -11,9 +16,31 @@ from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
 from lowvram.core.probes.writes import STEADY_BLOCKS
+from lowvram.core.recomputed import as_first_called, has_backward, inputs_kept
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS
-from lowvram.knobs.ckpt.block import recompute
+
+
+def recompute(block: nn.Module) -> None:
+    """Make one block recompute its activations in the backward pass, bit for bit as they were."""
+    repeatable, forward = Repeatable(block, is_checked=True), block.forward
+
+    def recomputed(*inputs: Any, **named: Any) -> Any:  # no partial, which torch.compile silently runs eagerly
+        if not has_backward(block, (inputs, named)):
+            return forward(*inputs, **named)
+        if torch.compiler.is_compiling():  # recomputation inside a graph doesn't update buffers
+            # Inside a `try` torch.compile (2.11 to 2.13) can't end a graph and go on after it. If it must leave code to
+            # Python, as it does with nn.GRU, it so leaves this function, which then goes the eager way below.
+            try:
+                return checkpoint(forward, *inputs, use_reentrant=False, **named)
+            except UnboundLocalError:
+                raise
+        keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": repeatable.passes}
+        with inputs_kept(block, (inputs, named)):
+            return checkpoint(as_first_called(forward, inputs, named), *inputs, **keywords, **named)
+
+    block.forward = recomputed
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.misfits import AGAIN
 from lowvram.core.probes.writes import STEADY_BLOCKS
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS
-from lowvram.knobs.ckpt.block import recompute
-from lowvram.knobs.ckpt.chosen import RecomputeChosen
+from lowvram.knobs.ckpt.chosen import RecomputeChosen, recompute
 from lowvram.knobs.ckpt.compiler import CompilerBudget
+
+
+@dataclass(frozen=True)
+class KeepAll(Neutral):
+    """Every block keeps its activations."""
+
+    stage = Stage.CHECKPOINT
 
 
 @dataclass(frozen=True)

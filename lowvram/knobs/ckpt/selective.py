@@ -71,7 +71,7 @@ def keep_products(block: nn.Module) -> None:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
         if torch.compiler.is_compiling():
-            try:  # as block.py says
+            try:  # as chosen.py says
                 return checkpoint(forward, *inputs, use_reentrant=False, context_fn=compiled_contexts, **named)
             except UnboundLocalError:
                 raise

@@ -1,12 +1,15 @@
-"""A stepper that prepares each step, given its number: what a step draws follows from that and the seed alone."""
+"""depth=none, and a stepper that prepares each step, given its number: what a step draws follows from that and the seed
+alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
 
+from lowvram.core.knob import Neutral, Stage
 from lowvram.core.stepper import Stepper, StepperAround, Update
 
 
@@ -33,3 +36,12 @@ class EachStep(StepperAround):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
         self.step = state["step"]
+
+
+@final
+@dataclass(frozen=True)
+class EveryBlock(Neutral):
+    """Every block computes in every step, for every sample."""
+
+    stage = Stage.BUILD
+    searched = False

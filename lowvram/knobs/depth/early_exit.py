@@ -46,6 +46,7 @@ class EarlyExit(Knob):
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
     band = 1e-5
+    decides_learning = True
 
     def __post_init__(self) -> None:
         numbers = self.exits
@@ -57,10 +58,6 @@ class EarlyExit(Knob):
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({BLOCKS, HEAD, EXITS, Fact.FULL_LOGITS})
-
-    def reference(self) -> EarlyExit:
-        """Itself: it decides what is learnt."""
-        return self
 
     def caveat(self, model: nn.Module) -> str:
         num = "one earlier exit" if self.exits is None or len(self.exits) == 1 else f"{len(self.exits)} earlier exits"

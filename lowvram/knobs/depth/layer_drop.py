@@ -26,8 +26,7 @@ from lowvram.core.rig import Rig
 from lowvram.core.seeds import generator_for
 from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
-from lowvram.knobs.depth.first_tensor import first_tensor
-from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape
+from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape, first_tensor
 
 Fix = Callable[[], None]  # one of `Rig.heaviest`
 
@@ -50,6 +49,7 @@ class LayerDrop(Knob):
     exactness = Exactness.LOSSY
     band = 1e-5
     saves = Kind.ACTIVATIONS
+    decides_learning = True
 
     def __post_init__(self) -> None:
         require(self.count >= 1, "depth.count", self.count, "at least 1 (depth=none skips no block)")
@@ -59,10 +59,6 @@ class LayerDrop(Knob):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK})
-
-    def reference(self) -> LayerDrop:
-        """Itself: it decides what is learnt."""
-        return self
 
     def caveat(self, model: nn.Module) -> str:
         blocks = "1 block is" if self.count == 1 else f"{self.count} blocks are"

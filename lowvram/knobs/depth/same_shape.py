@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core.probes.calls import Use, is_per_sample, uses_of
 from lowvram.core.structure import Probe, Structure
 
@@ -54,3 +55,8 @@ def keeps_shape(use: Use) -> bool:
     is_one = isinstance(first, Tensor) and all(other is None for other in others)
     is_like = is_one and given is not None and (first.shape, first.dtype) == (given.shape, given.dtype)
     return is_like and is_per_sample(first, 2)
+
+
+def first_tensor(arguments: Any) -> Tensor:
+    """The first float among a block's arguments, in any nesting; blocks that `SameShape` finds have one."""
+    return next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point())

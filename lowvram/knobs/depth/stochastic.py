@@ -28,8 +28,7 @@ from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.seeds import generator_for
 from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
-from lowvram.knobs.depth.first_tensor import first_tensor
-from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape
+from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape, first_tensor
 
 BRANCHES = ModelFact(
     "the task knows what blocks add to their inputs",
@@ -48,6 +47,7 @@ class StochasticDepth(Knob):
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
     band = 1e-5
+    decides_learning = True
 
     def __post_init__(self) -> None:
         require(0 <= self.rate < 1, "depth.rate", self.rate, "at least 0 and less than 1")
@@ -57,10 +57,6 @@ class StochasticDepth(Knob):
 
     def breaks(self) -> frozenset[Fact | ModelFact]:
         return frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES})
-
-    def reference(self) -> StochasticDepth:
-        """Itself: it decides what is learnt."""
-        return self
 
     def caveat(self, model: nn.Module) -> str:
         return f"blocks leave out what they add for some samples, the last block for {self.rate:.3g} of them"

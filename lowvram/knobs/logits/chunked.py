@@ -26,15 +26,15 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.fact import Fact, ModelFact
-from lowvram.core.gradient_sink import GradientSink, SinkOf, no_sink
 from lowvram.core.host_weights import visiting
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.lookup import Handover
 from lowvram.core.misfits import ONCE
 from lowvram.core.probes.stated import HAS_SOFT_TARGETS
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.soft_targets import SoftTargets
+from lowvram.core.stepper import GradientSink, SinkOf, no_sink
 from lowvram.core.structure import HEAD, unless
 from lowvram.knobs.logits.streamed import StreamedCrossEntropy
 from lowvram.knobs.logits.tied import Tie
@@ -54,13 +54,10 @@ HARD_TARGETS = ModelFact(
 
 
 @dataclass(frozen=True)
-class FullLogits(Knob):
+class FullLogits(Neutral):
     """All logits of a part exist at a time."""
 
     stage = Stage.LOGITS
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 @dataclass(frozen=True)

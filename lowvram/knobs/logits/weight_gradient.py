@@ -12,10 +12,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.host_weights import HostGradient
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
+from lowvram.core.stepper import GradientSink
 from lowvram.knobs.logits.tile import Tiles, scaled
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.layers import layer_norms, rms_norms
 from lowvram.core.misfits import ONCE
 from lowvram.core.rig import Rig
@@ -41,13 +41,10 @@ NORMS = ModelFact(
 
 
 @dataclass(frozen=True)
-class KeepInput(Knob):
+class KeepInput(Neutral):
     """Norms keep what their code makes them keep: PyTorch's layer norms their input."""
 
     stage = Stage.NUMERICS
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,18 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.saved import Keeper, criterion_with, forward_with
 from lowvram.knobs.offload.buffers import Pool, in_file, in_host_memory
 from lowvram.knobs.offload.transfer import Away, Transfer, transfer_for
+
+
+@dataclass(frozen=True)
+class KeepOnDevice(Neutral):
+    """Everything stays on the device."""
+
+    stage = Stage.NUMERICS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ numbers of each. Ours goes over the rows of a parameter in pieces, and never wai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -18,17 +18,15 @@ from torch import Tensor, nn
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
-from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import (
     STEP,
     RoundingOptimizer,
     RoundingPolicy,
     compute_dtype,
-    in_compute_dtype,
+    gradient_of,
     pieces,
 )
-from lowvram.knobs.optimizer.groups import check_rates, decayed
+from lowvram.knobs.optimizer.groups import OptimizerKnob, check_rates, decayed
 from lowvram.knobs.optimizer.state_formats import Piece
 
 PIECE_ELEMENTS = 2**21  # of a parameter that are updated at a time: 8 MiB for each copy in fp32
@@ -36,7 +34,7 @@ LEAST_SIZE = 1e-3  # of a weight, as a root mean square, to which its step is re
 
 
 @dataclass(frozen=True)
-class Adafactor(Knob):
+class Adafactor(OptimizerKnob):
     """A step changes a weight matrix by at most `lr` times its own size (root mean square)."""
 
     lr: float = 1e-2
@@ -44,7 +42,6 @@ class Adafactor(Knob):
     max_update: float = 1.0
     weight_decay: float = 0.1
 
-    stage = Stage.OPTIMIZER
     saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:
@@ -54,12 +51,6 @@ class Adafactor(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
-
-    def reference(self) -> Adafactor:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups, policy = decayed(parameters, self.weight_decay), policy or RoundingPolicy()
@@ -129,11 +120,6 @@ def new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
         return {STEP: torch.tensor(0.0), "variance": zeros(parameter.shape)}
     *others, rows, columns = parameter.shape
     return {STEP: torch.tensor(0.0), "row_var": zeros(*others, rows, 1), "col_var": zeros(*others, 1, columns)}
-
-
-def gradient_of(parameter: nn.Parameter, piece: Piece) -> Tensor:
-    assert parameter.grad is not None
-    return in_compute_dtype(piece.of(parameter.grad))
 
 
 def mean_size(parts: Iterable[Tensor]) -> Tensor:

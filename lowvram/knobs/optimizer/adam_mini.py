@@ -17,12 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob
 from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.matrices import PerParameterOptimizer
 
 
@@ -33,9 +31,6 @@ class AdamMini(AdamKnob):
     an embedding. The paper has one for all outputs of a head in queries and keys."""
 
     saves = Kind.OPTIMIZER
-
-    def reference(self) -> Knob:
-        return self
 
     def apply(self, rig: Rig) -> Rig:
         modules: list[Any] = list(rig.model.modules())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import final
 
 import torch
@@ -14,11 +13,9 @@ from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness
-from lowvram.core.rig import Rig
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.companding import Companded, Root, Softsign
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import MOMENTUM, SGD, AdamW
 from lowvram.knobs.optimizer.state_formats import StateFormat
@@ -50,9 +47,6 @@ class AdamWCompanded(AdamKnob):
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.OPTIMIZER: 15}
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -14,19 +13,18 @@ from torch.optim import Optimizer
 from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.fact import Fact
-from lowvram.core.knob import Exactness, Knob, Stage
+from lowvram.core.knob import Exactness
 from lowvram.core.rates import note_rates
-from lowvram.core.rig import Rig
 from lowvram.core.untouched import marking
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_rates, decayed
+from lowvram.knobs.optimizer.groups import OptimizerKnob, check_rates, decayed
 from lowvram.knobs.optimizer.trial import Traits, Unsavable, traits_of
 
 TRAITS: dict[str, Traits] = {}  # by the knob's fields, as text
 
 
 @dataclass(frozen=True)
-class External(Knob):
+class External(OptimizerKnob):
     """The class of an optimizer, or a function that makes one. Whether it may be given single parameters or parts of
     them is found by trying it on small tensors.
 
@@ -38,7 +36,6 @@ class External(Knob):
     lr: float = 1e-3
     args: dict[str, Any] | None = None
 
-    stage = Stage.OPTIMIZER
     exactness = Exactness.LOSSY
 
     def __post_init__(self) -> None:
@@ -69,12 +66,6 @@ class External(Knob):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset() if self.traits.is_per_parameter else frozenset({Fact.SEPARATE_UPDATES})
-
-    def reference(self) -> External:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy) -> Optimizer:
         piece_elements = PIECE_ELEMENTS if self.traits.is_elementwise else None

@@ -257,6 +257,12 @@ def in_compute_dtype(tensor: Tensor) -> Tensor:
     return on_mesh(tensor).to(compute_dtype(tensor))
 
 
+def gradient_of(parameter: nn.Parameter, piece: Piece) -> Tensor:
+    """A piece of a parameter's gradient, in the dtype in which the parameter is updated."""
+    assert parameter.grad is not None
+    return in_compute_dtype(piece.of(parameter.grad))
+
+
 def copied(numbers: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else deepcopy(value) if is_container(value) else value

@@ -1,13 +1,23 @@
-"""Parameter groups, and range checks of the fields that optimizers have in common."""
+"""What optimizers have in common: the knob, the fields of AdamW and their ranges, and parameter groups.
+
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lowvram.config.errors import require
 from lowvram.core.copies import original
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 
 
 def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -35,3 +45,33 @@ def check_adam(beta1: float, beta2: float, eps: float) -> None:
     check_share("beta1", beta1)
     check_share("beta2", beta2)
     require(eps > 0, "optimizer.eps", eps, "above 0")
+
+
+class OptimizerKnob(Knob, ABC):
+    """An option of `optimizer`, made anew for each rig."""
+
+    stage = Stage.OPTIMIZER
+    decides_learning = True
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
+
+    @abstractmethod
+    def make(self, parameters: list[nn.Parameter], *args: Any, **named: Any) -> Optimizer:
+        """The optimizer of some of the model's parameters, or of copies that stand for them. `policy` says how it
+        rounds."""
+
+
+@dataclass(frozen=True)
+class AdamKnob(OptimizerKnob, ABC):
+    """The hyperparameters of AdamW."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.weight_decay)
+        check_adam(self.beta1, self.beta2, self.eps)

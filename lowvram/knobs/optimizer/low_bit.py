@@ -9,8 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -21,15 +20,13 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
 from lowvram.compat.torchao import new_moment, part_of_moment
 from lowvram.core.fact import Fact
+from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob
 from lowvram.core.quiet import quiet
-from lowvram.core.rig import Rig
-from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.shards import local
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, keep_formats, noise_of_step
-from lowvram.knobs.optimizer.groups import decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
 LARGE_NUMEL = 4096  # torchao keeps the moments of smaller tensors in fp32
@@ -54,9 +51,6 @@ class AdamW8bit(AdamKnob):
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.OPTIMIZER: 10}
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         policy = policy or RoundingPolicy()

@@ -16,13 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
-from lowvram.core.knob import Knob
 from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.rig import Rig
 from lowvram.core.structure import known_last_weights
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
-from lowvram.knobs.optimizer.groups import decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.state_formats import StateFormat
 
 LINEAR_AND_CONVOLUTIONS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,9 +45,6 @@ class MatrixKnob(AdamKnob, ABC):
     rule: ClassVar[str]  # the name of the rule, in saved states
     layers: ClassVar[tuple[type[Any], ...]]  # the modules whose weights are matrices
     formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
-
-    def reference(self) -> Knob:
-        return self
 
     def apply(self, rig: Rig) -> Rig:
         roles = roles_of(rig.model, known_last_weights(rig.structure, f"optimizer={self.rule}"), self.layers)

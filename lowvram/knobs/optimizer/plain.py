@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +16,9 @@ from torch import nn
 
 from lowvram.config.errors import require
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
-from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_rates, decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, OptimizerKnob, check_rates, decayed
 from lowvram.knobs.optimizer.state_formats import InDtype, StateFormat
 
 MOMENTUM = "momentum_buffer"  # in the states of torch.optim.SGD
@@ -52,9 +48,6 @@ class AdamW(AdamKnob):
     def reference(self) -> AdamW:
         return replace(self, moments=Moments.fp32)
 
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
-
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
@@ -62,7 +55,7 @@ class AdamW(AdamKnob):
 
 
 @dataclass(frozen=True)
-class SGD(Knob):
+class SGD(OptimizerKnob):
     """Stochastic gradient descent, with one momentum per parameter or (momentum=0) no state at all."""
 
     lr: float = 0.1
@@ -70,7 +63,6 @@ class SGD(Knob):
     nesterov: bool = False
     weight_decay: float = 0.0
 
-    stage = Stage.OPTIMIZER
     saves = Kind.OPTIMIZER
     formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
 
@@ -79,12 +71,6 @@ class SGD(Knob):
         require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "at least 0 (no state) and below 1")
         allowed = "false without momentum: raise optimizer.momentum above 0 to use it"
         require(not self.nesterov or self.momentum > 0, "optimizer.nesterov", self.nesterov, allowed)
-
-    def reference(self) -> SGD:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -19,20 +18,17 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
-from lowvram.core.rig import Rig
 from lowvram.core.shards import local, whole_norms
-from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import (
     STEP,
     RoundingOptimizer,
     RoundingPolicy,
     Trained,
     compute_dtype,
-    in_compute_dtype,
+    gradient_of,
     pieces,
 )
-from lowvram.knobs.optimizer.groups import check_rates, check_share, decayed
+from lowvram.knobs.optimizer.groups import AdamKnob, OptimizerKnob, check_rates, check_share, decayed
 from lowvram.knobs.optimizer.state_formats import Piece
 
 PIECE_ELEMENTS = 2**21  # of a parameter that are updated at a time: 8 MiB for each copy in fp32
@@ -41,7 +37,7 @@ MOMENTUM, FIRST, SECOND = "momentum_buffer", "exp_avg", "exp_avg_sq"  # torch's 
 
 @final
 @dataclass(frozen=True)
-class LARS(Knob):
+class LARS(OptimizerKnob):
     """SGD with momentum, in which a layer's learning rate is `lr * trust * |w| / (|g| + weight_decay * |w|)`."""
 
     lr: float = 1.0
@@ -49,19 +45,12 @@ class LARS(Knob):
     trust: float = 0.01
     weight_decay: float = 0.0005
 
-    stage = Stage.OPTIMIZER
     saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_share("momentum", self.momentum)
         require(0 < self.trust < math.inf, "optimizer.trust", self.trust, "above 0")
-
-    def reference(self) -> Knob:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups, policy = decayed(parameters, self.weight_decay), policy or RoundingPolicy()
@@ -77,12 +66,6 @@ class LAMB(AdamKnob):
     beta2: float = 0.999
     eps: float = 1e-6
     weight_decay: float = 0.01
-
-    def reference(self) -> Knob:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups, policy = decayed(parameters, self.weight_decay), policy or RoundingPolicy()
@@ -200,11 +183,6 @@ class LAMBOptimizer(TrustRatioOptimizer):
 def zeros(parameter: nn.Parameter) -> Tensor:
     """A state of a parameter's shape and shards, in the dtype in which the parameter is updated."""
     return torch.zeros_like(parameter, dtype=compute_dtype(parameter), requires_grad=False)
-
-
-def gradient_of(parameter: nn.Parameter, piece: Piece) -> Tensor:
-    assert parameter.grad is not None
-    return in_compute_dtype(piece.of(parameter.grad))
 
 
 def joined(norms: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:

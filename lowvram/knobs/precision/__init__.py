@@ -7,8 +7,7 @@ from lowvram.knobs.precision.autocast import (
     ScaledStepper,
     autocast,
 )
-from lowvram.knobs.precision.bf16_pure import Bf16Pure
-from lowvram.knobs.precision.bf16_split import Bf16Split
+from lowvram.knobs.precision.bf16_pure import Bf16Pure, Bf16Split
 from lowvram.knobs.precision.fp8 import Fp8
 from lowvram.knobs.precision.fp32 import Fp32, Tf32
 

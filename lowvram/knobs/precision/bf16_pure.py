@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
+from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Stage
@@ -28,9 +29,10 @@ from lowvram.core.layers import has_own_forward
 from lowvram.core.misfits import of_format
 from lowvram.core.places import is_batch_norm
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.references import aliases
 from lowvram.core.rig import Rig
-from lowvram.core.rounding import Rounding, Stochastic
+from lowvram.core.rounding import Rounding, Split, Stochastic
 from lowvram.core.values import own_tensors
 
 
@@ -135,3 +137,23 @@ def batch_norm(norm: BatchNorm, input: Tensor) -> Tensor:
     weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     by_batch = norm.training or norm.running_mean is None
     return F.batch_norm(input, norm.running_mean, norm.running_var, weight, bias, by_batch, share or 0.0, norm.eps)
+
+
+@final
+@dataclass(frozen=True)
+class Bf16Split(Bf16Weights):
+    """A weight and its correction together are a number of 24 or 32 bits: updates don't get lost, and have no noise."""
+
+    correction_bits: int = 8
+
+    def __post_init__(self) -> None:
+        require(self.correction_bits in (8, 16), "precision.correction_bits", self.correction_bits, "8 or 16")
+
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | {STEADY_WEIGHTS}  # who writes into a weight knows nothing of its correction
+
+    def breaks(self) -> frozenset[Fact]:
+        return super().breaks() | {Fact.UNSPLIT_WEIGHTS}
+
+    def rounding(self) -> Rounding:
+        return Split(self.correction_bits)

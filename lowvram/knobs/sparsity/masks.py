@@ -23,14 +23,13 @@ from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.copies import original
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.kind import Kind
 from lowvram.core.layers import is_transposed
 from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.rounding import CORRECTION
-from lowvram.core.stepper import Stepper, StepperAround, Update
+from lowvram.core.stepper import GradientSink, Stepper, StepperAround, Update
 
 VISIBLE = 1e-3  # a smaller difference of shares isn't told: `share` is met to the unit
 

@@ -26,15 +26,13 @@ class AfterBackward(Knob):
     clip: float | None = None
 
     stage = Stage.STEPPING
+    decides_learning = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})
-
-    def reference(self) -> AfterBackward:
-        return self
 
     def clips_at(self) -> float | None:
         return self.clip

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.seeds import seed_of
 from lowvram.core.shards import SquareSum, local
+from lowvram.core.stepper import GradientSink
 from lowvram.knobs.stepping.sums import Sums
 from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Fp32, Total, flat, pieces
 

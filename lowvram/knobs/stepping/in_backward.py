@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowvram.core.fact import Fact, ModelFact
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
@@ -23,7 +22,7 @@ from lowvram.core.ledger import announce
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.shards import local
-from lowvram.core.stepper import Update
+from lowvram.core.stepper import GradientSink, Update
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.device_sums import DeviceSums
 from lowvram.knobs.stepping.host_sums import HostSums

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.rig import is_finite
 from lowvram.core.shards import SquareSum, local
-from lowvram.core.stepper import Update
+from lowvram.core.stepper import GradientSink, Update
 from lowvram.knobs.stepping.device_sums import DeviceSums
 from lowvram.knobs.stepping.scaling import factor, rescale
 from lowvram.knobs.stepping.sums import Sums

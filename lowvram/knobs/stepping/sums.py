@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.shards import SquareSum
+from lowvram.core.stepper import GradientSink
 
 
 class Sums(ABC):

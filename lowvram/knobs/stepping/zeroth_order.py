@@ -49,6 +49,7 @@ class ZerothOrder(Knob):
     band = 1e-2  # of g z, against the same z in fp64: two losses that are nearly equal are subtracted
     saves = Kind.ACTIVATIONS
     chosen_by_user = True
+    decides_learning = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
@@ -71,9 +72,6 @@ class ZerothOrder(Knob):
 
     def caveat(self, model: nn.Module) -> str | None:
         return "each step's gradient is an estimate from two losses along one random direction (made for fine-tuning)"
-
-    def reference(self) -> ZerothOrder:
-        return self
 
     def clips_at(self) -> float | None:
         return self.clip

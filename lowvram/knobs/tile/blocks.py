@@ -18,7 +18,7 @@ from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.misfits import ONCE
 from lowvram.core.probes.calls import is_per_sample
 from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES, SeparateBlocks
@@ -26,6 +26,13 @@ from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
+
+
+@dataclass(frozen=True)
+class Whole(Neutral):
+    """Every block computes a whole part at once."""
+
+    stage = Stage.CHECKPOINT
 
 
 @dataclass(frozen=True)

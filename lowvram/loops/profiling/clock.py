@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import final
 
 import torch
 
-from lowvram.core.phases import BETWEEN
+from lowvram.core.phases import Marks
 
 
-class Clock(ABC):
+class Clock(Marks, ABC):
     """Marks moments and returns the times between them."""
 
     def __init__(self) -> None:
@@ -24,13 +22,6 @@ class Clock(ABC):
         """From here to the next mark the time belongs to `label`."""
         self._labels.append(label)
         self._note_moment()
-
-    @contextmanager
-    def lap(self, label: str) -> Iterator[None]:
-        """The block's time belongs to `label`; the time after it to no label."""
-        self.mark(label)
-        yield
-        self.mark(BETWEEN)
 
     def laps_ms(self, label: str) -> list[float]:
         """The length of each interval with this label, in order. Waits for the device."""

@@ -23,13 +23,13 @@ from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
 from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage, conflicts
+from lowvram.core.knob import Knob, Neutral, Stage, conflicts
 from lowvram.core.ledger import Ledger
-from lowvram.core.phases import BETWEEN, with_phases
+from lowvram.core.phases import BETWEEN, Marks, with_phases
 from lowvram.core.rig import Part, Rig
 from lowvram.core.rounds import three_followed
-from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import NO_MODULE, OpCounter
@@ -107,7 +107,7 @@ def affects_trace(knob: Knob) -> bool:
 
 @final
 @dataclass(frozen=True)
-class DeclarationsOnly(Knob):
+class DeclarationsOnly(Neutral):
     """The facts that a knob needs and breaks, without its effect."""
 
     knob: Knob
@@ -120,12 +120,9 @@ class DeclarationsOnly(Knob):
     def breaks(self) -> frozenset[Fact | ModelFact]:
         return self.knob.breaks()
 
-    def apply(self, rig: Rig) -> Rig:
-        return rig
-
 
 @final
-class TraceRecorder:
+class TraceRecorder(Marks):
     """Records a trace: births and deaths of storages in a ledger, what made each, phases, and the work of operators.
 
     Args:
@@ -266,12 +263,6 @@ class TraceRecorder:
         self.marks.append((len(self.ledger.lines), Phase(label)))
         if self.is_steady:
             self.op_counter.mark(Phase(label))
-
-    @contextmanager
-    def lap(self, label: str) -> Iterator[None]:
-        self.mark(label)
-        yield
-        self.mark(BETWEEN)
 
     def module_begins(self, module: nn.Module, *_: Any) -> None:
         self.running.append(self.modules.get(module, type(module).__name__))
