@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from lowvram.core import host
 from lowvram.core.rig import IGNORE
-from lowvram.knobs.logits.streamed import StreamedCrossEntropy
+from lowvram.knobs.logits.tile import StreamedCrossEntropy, Way
 from tests.laboratory import relative_error
 
-NUM_TARGETS, WIDTH, NUM_CLASSES = 37, 16, 211
+NUM_TARGETS, WIDTH, NUM_CLASSES = 250, 16, 211
 
 
 def make_inputs(dtype: torch.dtype, bias: bool) -> list[Tensor | None]:
@@ -35,12 +35,16 @@ def numbers(loss: Tensor, inputs: list[Tensor | None]) -> dict[str, Tensor]:
     }
 
 
+def way(dtype: torch.dtype, chunk_tokens: int = 60) -> Way:
+    return Way(chunk_tokens, dtype, True, False, None, lambda: None, None)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tile_classes", [1, 50, 211, 1000])
+@pytest.mark.parametrize("chunk_tokens", [1, 60, 250, 1000])
 @pytest.mark.parametrize(("dtype", "band"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.float16, 4e-3)])
-def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, band: float, tile_classes: int, bias: bool) -> None:
+def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, band: float, chunk_tokens: int, bias: bool) -> None:
     inputs, wanted_inputs = make_inputs(dtype, bias), make_inputs(dtype, bias)
-    found = StreamedCrossEntropy.apply(*inputs, make_targets(), tile_classes, dtype, None)
+    found = StreamedCrossEntropy.apply(*inputs, make_targets(), way(dtype, chunk_tokens))
     whole = [None if each is None else each.to(torch.promote_types(dtype, torch.float32)) for each in wanted_inputs]
     logits = nn.functional.linear(*whole)  # pyright: ignore[reportArgumentType]
     wanted = nn.functional.cross_entropy(logits, make_targets(), reduction="sum")
@@ -56,7 +60,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     hidden, weight, _ = make_inputs(torch.float32, bias=False)
     assert hidden is not None
     assert weight is not None
-    loss = StreamedCrossEntropy.apply(hidden, weight.detach_(), None, make_targets(), 50, torch.float32, None)
+    loss = StreamedCrossEntropy.apply(hidden, weight.detach_(), None, make_targets(), way(torch.float32))
     assert isinstance(loss, Tensor)
     loss.backward()
     assert hidden.grad is not None
@@ -66,7 +70,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 def test_a_part_without_samples_has_no_loss() -> None:
     _, weight, _ = make_inputs(torch.float32, bias=False)
     nobody = torch.empty(0, WIDTH, requires_grad=True)
-    loss = StreamedCrossEntropy.apply(nobody, weight, None, make_targets()[:0], 50, torch.float32, None)
+    loss = StreamedCrossEntropy.apply(nobody, weight, None, make_targets()[:0], way(torch.float32))
     assert isinstance(loss, Tensor)
     loss.backward()
     assert loss == 0

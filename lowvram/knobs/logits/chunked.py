@@ -11,7 +11,7 @@ classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, final
@@ -34,12 +34,19 @@ from lowvram.core.misfits import ONCE
 from lowvram.core.probes.stated import HAS_SOFT_TARGETS
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.soft_targets import SoftTargets
-from lowvram.core.stepper import GradientSink, SinkOf, no_sink
+from lowvram.core.stepper import SinkOf, no_sink
 from lowvram.core.structure import HEAD, unless
-from lowvram.knobs.logits.streamed import StreamedCrossEntropy
 from lowvram.knobs.logits.tied import Tie
-from lowvram.knobs.logits.tile import FP16_SCALE, Tiles, classes_of_a_tile, scaled
-from lowvram.knobs.logits.weight_gradient import InOneTensor, IntoSink, SecondPass, SumOverChunks
+from lowvram.knobs.logits.tile import (
+    StreamedCrossEntropy,
+    Tiles,
+    Way,
+    WeightGradient,
+    classes_of_a_tile,
+    scaled,
+    scales_of,
+    second_pass,
+)
 
 SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
 
@@ -149,21 +156,14 @@ class LazyLogits:
         the loss is theirs."""
         weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
         hidden_nd, targets_n, handover = self.hidden.flatten(0, -2), targets.flatten(), self.handover
-        if host.holds(weight) and not self.sums_weights:
-            return self._streamed(hidden_nd, targets_n)
-        if host.holds(weight):
+        is_streamed = host.holds(weight) and not self.sums_weights
+        if host.holds(weight) and not is_streamed:
             weight = visiting(weight, hidden_nd.device, None if handover is None else handover.leave)
             handover = None
         sink = partial(self.sink_of, weight) if isinstance(weight, nn.Parameter) else lambda: None
         way = Way(self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.sums_weights, handover, sink, soft)
-        return ChunkedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, way)  # pyright: ignore[reportReturnType]
-
-    def _streamed(self, hidden_nd: Tensor, targets_n: Tensor) -> Tensor:
-        """With a weight that stays in host memory, a tile of classes at a time."""
-        weight, bias = self.head.weight, self.head.bias
-        tile_classes = classes_of_a_tile(len(hidden_nd), len(weight), self.chunk_tokens)
-        fixed = (tile_classes, self.dtype, self.handover)
-        return StreamedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
+        function = StreamedCrossEntropy if is_streamed else ChunkedCrossEntropy
+        return function.apply(hidden_nd, weight, bias, targets_n, way)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def argmax(self, dim: int) -> Tensor:
@@ -200,20 +200,6 @@ def targets_at_a_time(hidden_nd: Tensor, chunk_tokens: int, dtype: torch.dtype, 
 
 
 @final
-@dataclass(frozen=True)
-class Way:
-    """How a cross-entropy is computed."""
-
-    chunk_tokens: int
-    dtype: torch.dtype  # of products
-    has_backward: bool
-    sums_weights: bool
-    handover: Handover | None
-    sink: Callable[[], GradientSink | None]  # of the weight's gradient, in the running backward pass
-    soft: SoftTargets | None  # what a teacher predicts
-
-
-@final
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum of the cross-entropies of a linear layer's outputs, which are computed and dropped chunk by chunk.
 
@@ -228,15 +214,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         wanted = [way.has_backward and needed for needed in ctx.needs_input_grad[:3]]
         size = targets_at_a_time(hidden_nd, way.chunk_tokens, way.dtype, sums_weights=wanted[1] and way.sums_weights)
         is_tiled = wanted[1] and not way.sums_weights and size < len(hidden_nd)
-        sums_weights = not is_tiled
-        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, way.dtype, wanted, sums_weights, way.soft)
+        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, way, wanted, is_tiled)
         loss = hidden_nd.new_zeros((), dtype=chunks.exact)
         for first in range(0, len(hidden_nd), size):
             loss += chunks.loss(slice(first, first + size))
         gradients, ctx.factors = chunks.gradients()
         again = [hidden_nd, weight_vd, bias_v, chunks.targets_n1, chunks.log_sums_n1] if is_tiled else []
         ctx.save_for_backward(*gradients, *again)
-        ctx.scales = chunks.logit_scale, chunks.hidden_scale
         ctx.dtypes, ctx.way = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], way
         return loss
 
@@ -246,7 +230,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """The saved gradients times that of the loss: in place, unless the graph is retained for another pass."""
         is_last = not keeps_graph()
         saved, again = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-        of_weight = tiled_gradient(again, ctx.way, ctx.scales, loss_gradient) if again else None
+        of_weight = tiled_gradient(again, ctx.way, loss_gradient) if again else None
         gradients = [
             scaled(gradient, loss_gradient * factor, is_last, dtype)
             for gradient, factor, dtype in zip(saved, ctx.factors, ctx.dtypes, strict=True)
@@ -258,7 +242,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def tiled_gradient(again: Sequence[Any], way: Way, scales: tuple[float, float], loss_gradient: Tensor) -> Tensor | None:
+def tiled_gradient(again: Sequence[Any], way: Way, loss_gradient: Tensor) -> Tensor | None:
     """The weight's gradient, computed for a tile of classes at a time; None if it has gone into the stepper's sink,
     where that of the embeddings will go, too."""
     hidden_nd, weight_vd, bias_v, targets_n1, log_sums_n1 = again
@@ -266,10 +250,10 @@ def tiled_gradient(again: Sequence[Any], way: Way, scales: tuple[float, float], 
     if way.handover is not None:
         way.handover.sink = sink
     size = size if sink is None else sink.rows_at_a_time(size)
-    hidden_nd = hidden_nd.where(targets_n1 != IGNORE, 0).to(way.dtype)  # any values, where nothing counts
-    tiles = Tiles(hidden_nd, weight_vd, bias_v, targets_n1, size)
-    of_weight = InOneTensor(weight_vd) if sink is None else IntoSink(sink, weight_vd.dtype)
-    return SecondPass(tiles, log_sums_n1, *scales).run(of_weight, loss_gradient)
+    of_weight = WeightGradient.in_one_tensor(weight_vd) if sink is None else WeightGradient(weight_vd.dtype, sink.add)
+    tiles = Tiles.of(hidden_nd, weight_vd, bias_v, targets_n1, size, way)
+    second_pass(tiles, log_sums_n1, loss_gradient, of_weight)
+    return of_weight.whole_vd
 
 
 @final
@@ -283,12 +267,12 @@ class Chunks:
         bias_v: Tensor | None,
         targets_n: Tensor,
         size: int,
-        dtype: torch.dtype,
+        way: Way,
         wanted: list[bool],
-        sums_weights: bool,
-        soft: SoftTargets | None,
+        is_tiled: bool,
     ) -> None:
-        self.exact, self.soft = torch.promote_types(dtype, torch.float32), soft
+        dtype = way.dtype
+        self.exact, self.soft = torch.promote_types(dtype, torch.float32), way.soft
         self.hidden_nd, self.targets_n1 = hidden_nd, targets_n[:, None]
         self.dtype, self.has_backward = dtype, any(wanted)
         self.weight_vd, self.bias_v = in_dtype(weight_vd, dtype), in_dtype(bias_v, dtype)
@@ -297,16 +281,11 @@ class Chunks:
         self.log_p_sv = weight_vd.new_empty(min(size, SOFTMAX_ROWS), num_classes, dtype=self.exact)
         self.hidden_gradient_nd = weight_vd.new_empty(hidden_nd.shape, dtype=dtype) if wanted[0] else None
         self.bias_gradient_v = weight_vd.new_zeros(num_classes, dtype=self.exact) if wanted[2] else None
-        # In fp16 gradients of logits are scaled up, against underflow, and hidden states down by about the chunk's
-        # size, against overflow of sums. Both factors are powers of two, so scaling is exact.
-        is_narrow = dtype is torch.float16
         is_whole = size >= len(hidden_nd)  # one chunk: there is nothing to sum
-        num_summed = size if sums_weights else len(hidden_nd)
-        self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** num_summed.bit_length()) if is_narrow else (1.0, 1.0)
+        self.logit_scale, self.hidden_scale = scales_of(dtype, len(hidden_nd) if is_tiled else size)
         self.log_sums_n1 = weight_vd.new_empty(len(hidden_nd), 1, dtype=self.exact)
-        self.of_weight: SumOverChunks | None = None
-        if wanted[1] and sums_weights:
-            self.of_weight = SumOverChunks(self.weight_vd, dtype if is_whole else self.exact)
+        is_summed = wanted[1] and not is_tiled
+        self.of_weight = SumOverChunks(self.weight_vd, dtype if is_whole else self.exact) if is_summed else None
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
         """The gradients of hidden states, weight and bias, and the factors by which they must still be multiplied."""
@@ -367,3 +346,19 @@ class Chunks:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
         if self.of_weight is not None:
             self.of_weight.add(gradient_cv, hidden_cd.mul_(self.hidden_scale))
+
+
+@final
+class SumOverChunks:
+    """Sums products, in fp32 or wider if there are several. `product_vd` is reused for each chunk: on a CPU, touching
+    new memory takes as long as the product that is written to it."""
+
+    def __init__(self, weight_vd: Tensor, sum_dtype: torch.dtype) -> None:
+        self.sum_vd = weight_vd.new_zeros(weight_vd.shape, dtype=sum_dtype)
+        self.product_vd = None if sum_dtype is weight_vd.dtype else torch.empty_like(weight_vd)
+
+    def add(self, gradient_cv: Tensor, hidden_cd: Tensor) -> None:
+        if self.product_vd is None:
+            self.sum_vd.addmm_(gradient_cv.T, hidden_cd)
+        else:
+            self.sum_vd.add_(torch.mm(gradient_cv.T, hidden_cd, out=self.product_vd))
