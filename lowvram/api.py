@@ -203,7 +203,7 @@ def all_knobs(chosen: str | Iterable[str | Knob]) -> dict[str, Knob]:
     knobs = {group: (f"{group}={option}", knob_of((group, option))) for group, option in neutral_options().items()}
     for choice in chosen:
         value = knob(*choice.split()) if isinstance(choice, str) else choice
-        group = type(value).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
+        group = value.group_name or type(value).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
         knobs[group] = (
             with_option(choice.split())[0] if isinstance(choice, str) else f"{group}={type(value).__name__}",
             value,

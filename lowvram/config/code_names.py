@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from lowvram.config.defaults import CONF
+from lowvram.config.plugins import own_groups
 from lowvram.config.secret import REFUSED
 
 # The fields whose values are imported; config/importing.py takes no others.
@@ -54,7 +55,7 @@ def names_in(override: Override) -> Iterator[tuple[str, str]]:
 
 
 def is_group(key: str) -> bool:
-    return key in PRESETS or (CONF / key).is_dir()
+    return key in PRESETS or key in own_groups() or (CONF / key).is_dir()
 
 
 def is_path(option: str) -> bool:

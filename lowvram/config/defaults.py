@@ -17,14 +17,8 @@ CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
 
 @cache
 def default_options() -> Mapping[str, Any]:
-    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
+    """Group -> the option that conf/config.yaml chooses (None: none), for every group of lowvram."""
     node = OmegaConf.load(CONF / "config.yaml")
     assert isinstance(node, DictConfig)
     chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
     return {str(group): option for item in chosen for group, option in item.items()}
-
-
-def knob_groups() -> tuple[str, ...]:
-    """The groups with a module of their name in lowvram/knobs, in the order of the list."""
-    modules = {path.stem for path in (PACKAGE / "knobs").iterdir()}
-    return tuple(group for group in default_options() if group in modules)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
 from lowvram.config.not_identity import NOT_IDENTITY
+from lowvram.config.plugins import is_unused, versions_of
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
@@ -31,7 +32,10 @@ def register_resolvers() -> None:
 def point_id(*, _root_: DictConfig) -> str:
     """16 hex digits, a hash of what determines the result: the configuration, the device and the versions."""
     config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
-    where = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
+    where: dict[str, Any] = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
+    config = {key: value for key, value in config.items() if not is_unused(key, value)}
+    if used := versions_of(config):
+        where["plugins"] = used
     text = json.dumps([config, where], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

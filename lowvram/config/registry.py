@@ -10,14 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import CONF, default_options
+from lowvram.config.plugins import NEUTRAL, folders
 from lowvram.config.schema import build
 from lowvram.config.settings import KNOB_GROUPS
 
 
 @cache
 def neutral_options() -> Mapping[str, str]:
-    """Knob group -> the option that conf/config.yaml chooses."""
-    return {group: default_options()[group] for group in KNOB_GROUPS}
+    """Knob group -> the option that conf/config.yaml chooses, or that of the plug-in that brings the group."""
+    return {group: default_options().get(group, NEUTRAL) for group in KNOB_GROUPS}
 
 
 Option = tuple[str, str]  # group, option
@@ -26,7 +27,7 @@ Option = tuple[str, str]  # group, option
 @cache
 def options_of(group: str) -> Sequence[str]:
     """The options of one group."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return sorted(path.stem for folder in (CONF / group, *folders(group)) for path in folder.glob("*.yaml"))
 
 
 @cache
@@ -55,7 +56,8 @@ def read_all() -> None:
 
 def node_of(group: str, name: str) -> DictConfig:
     """The YAML of one option of any group."""
-    return _load(CONF / group / f"{name}.yaml")
+    paths = [folder / f"{name}.yaml" for folder in (CONF / group, *folders(group))]
+    return _load(next((path for path in paths if path.is_file()), paths[0]))
 
 
 def _load(path: Path) -> DictConfig:

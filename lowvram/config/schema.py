@@ -1,8 +1,8 @@
 """From YAML to typed, frozen values. The dataclass is the schema. Imports no torch.
 
 A node of the configuration names its class under `_target_`. `build` lays the node over that class's fields and
-refuses whatever does not fit, in one sentence with the dotted key. Only classes of this package can be named:
-a configuration file is data, never code.
+refuses whatever does not fit, in one sentence with the dotted key. Only classes of this package and of installed
+plug-ins (plugins.py) can be named: a configuration file is data, never code.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 from lowvram.config.errors import BadInput
+from lowvram.config.plugins import PACKAGE, owner
 
-PACKAGE = "lowvram."
 BUILT: dict[tuple[type, str, str], Any] = {}  # by class, key and values
 
 
@@ -73,23 +73,26 @@ def refuse_value(key: str, value: Any) -> None:
     """Raise BadInput for values that no field can have, before any class is looked up."""
     if value == "None":
         raise BadInput(key, value, "null if nothing is meant (YAML's word for it)")
-    if key.endswith("_target_") and not str(value).startswith(PACKAGE):
-        raise BadInput(key, value, f"a class inside {PACKAGE[:-1]}: a configuration never runs other code")
+    if key.endswith("_target_") and owner(str(value)) is None:
+        allowed = f"a class inside {PACKAGE} or an installed plug-in: a configuration never runs other code"
+        raise BadInput(key, value, allowed)
 
 
 def find_target(key: str, path: str | None) -> type:
-    """The dataclass at `path`, which is known to lie inside the package."""
+    """The dataclass at `path`, which is known to lie inside this package or a plug-in."""
     if path is None:
         raise BadInput(key, None, f"an option of the group {key}: the file that it came from names no _target_")
     module, _, name = path.rpartition(".")
+    package = str(owner(path))
     try:
         target = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(PACKAGE):
-            raise  # the class is ours, but something that it imports isn't installed
-        raise BadInput(f"{key}._target_", path, "the dotted name of a class of lowvram") from None
-    if not (isinstance(target, type) and dataclasses.is_dataclass(target) and target.__module__.startswith(PACKAGE)):
-        raise BadInput(f"{key}._target_", path, "a dataclass of lowvram")
+        if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{package}."):
+            raise  # the class is there, but something that it imports isn't installed
+        raise BadInput(f"{key}._target_", path, f"the dotted name of a class of {package}") from None
+    is_own = f"{getattr(target, '__module__', '')}.".startswith(f"{package}.")
+    if not (isinstance(target, type) and dataclasses.is_dataclass(target) and is_own):
+        raise BadInput(f"{key}._target_", path, f"a dataclass of {package}")
     return target
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lowvram.config.defaults import knob_groups
+from lowvram.config.defaults import default_options
 from lowvram.config.errors import BadInput, require
+from lowvram.config.plugins import NEUTRAL, own_groups
 from lowvram.config.schema import build, build_as, checked_values
 
 UNITS = {
@@ -29,12 +30,18 @@ UNITS = {
     "TB": 10**12,
 }
 
-KNOB_GROUPS = knob_groups()
-OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # also built from their YAML, but no knobs
-GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
+OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built from their YAML, too, but no knobs
 CHILD, INLINE = "child", "inline"  # where a point runs
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
 PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses: see parent_settings.py
+HYDRAS = ("hydra", "optional local", "optional plugins")  # entries of the defaults list that are no groups of ours
+# In the order in which those of one stage act: as in the defaults list, and then the plug-ins'.
+KNOB_GROUPS = tuple(
+    group
+    for group, option in {**default_options(), **dict.fromkeys(own_groups(), NEUTRAL)}.items()
+    if option is not None and group not in (*OTHER_GROUPS, *PARENT_ONLY, *HYDRAS)
+)
+GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
 
 
 @dataclass(frozen=True)
