@@ -77,14 +77,18 @@ class Knob(ABC):
     # the knob needs, and what the user can do, as in `conflicts`.
     misfits: ClassVar[Mapping[str, str]] = {}
     decides_learning: ClassVar[bool] = False  # it decides what is learnt: `reference` is the knob itself
+    # What `needs`, `breaks` and `remedies` return, if that doesn't depend on the knob's fields.
+    needs_always: ClassVar[frozenset[Fact | ModelFact]] = frozenset()
+    breaks_always: ClassVar[frozenset[Fact | ModelFact]] = frozenset()
+    remedy: ClassVar[tuple[Kind, int] | None] = None
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         """The facts without which this knob can't work."""
-        return frozenset()
+        return self.needs_always
 
     def breaks(self) -> frozenset[Fact | ModelFact]:
         """The facts that this knob takes away from the others."""
-        return frozenset()
+        return self.breaks_always
 
     def caveat(self, model: nn.Module) -> str | None:
         """One sentence if this knob changes what `model` computes (not only how), else None."""
@@ -99,7 +103,7 @@ class Knob(ABC):
     def remedies(self) -> Mapping[Kind, int]:
         """The kinds of memory that this option reduces, for the advice after an out-of-memory error, each with its
         priority among all options: the smallest number is offered first."""
-        return {}
+        return {} if self.remedy is None else dict([self.remedy])
 
     def improves_on(self, in_use: Knob) -> bool:
         """Whether `remedies` applies if the point now uses `in_use`, another option of the group."""

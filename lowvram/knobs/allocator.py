@@ -70,12 +70,10 @@ class Expandable(Allocator):
     empty_cache_every: int | None = None
 
     expandable_segments = True
+    needs_always = frozenset({Fact.CUDA})
 
     def __post_init__(self) -> None:
         require_every(self.empty_cache_every)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.CUDA})
 
     def apply(self, rig: Rig) -> Rig:
         others = [word for word in os.environ.get("PYTORCH_ALLOC_CONF", "").split(",") if word]
@@ -108,13 +106,12 @@ class Tight(Allocator):
 
     mmap_threshold_bytes: int = 65536
 
+    needs_always = frozenset({Fact.CPU})
+
     def __post_init__(self) -> None:
         allowed = f"between 1 and {LARGEST_MMAP_THRESHOLD} (glibc's limit)"
         fits = 1 <= self.mmap_threshold_bytes <= LARGEST_MMAP_THRESHOLD
         require(fits, "allocator.mmap_threshold_bytes", self.mmap_threshold_bytes, allowed)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.CPU})
 
     def apply(self, rig: Rig) -> Rig:
         self.set_malloc()

@@ -53,9 +53,7 @@ class Eager(Neutral):
 
     stage = Stage.COMPILE
     searched = False
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED})
+    breaks_always = frozenset({Fact.COMPILED})
 
 
 def has_plain_blocks(known: Structure) -> bool:
@@ -106,6 +104,9 @@ class Compiled(Knob):
         "does not currently support double backward|through the graph a second time": "gradients aren't differentiated"
         " again, as those of an energy's forces are: choose compile=none",
     }
+    # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
+    # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.
+    breaks_always = frozenset({Fact.RETAINABLE_GRAPH, Fact.EVERY_OPERATOR, Fact.EAGER})
 
     def __post_init__(self) -> None:
         written = self.backend is Backend.inductor or self.mode is Mode.default
@@ -113,12 +114,7 @@ class Compiled(Knob):
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         of_backend = {Fact.C_COMPILER} if self.backend is Backend.inductor else set[Fact]()
-        return frozenset(of_backend if self.dynamic is not False else {*of_backend, FEW_SHAPES})
-
-    def breaks(self) -> frozenset[Fact]:
-        # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
-        # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.
-        return frozenset({Fact.RETAINABLE_GRAPH, Fact.EVERY_OPERATOR, Fact.EAGER})
+        return self.needs_always | of_backend | ({FEW_SHAPES} if self.dynamic is False else set())
 
     def apply(self, rig: Rig) -> Rig:
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
@@ -139,8 +135,7 @@ class Compiled(Knob):
 class CompiledBlocks(Compiled):
     """Each block is compiled separately; blocks of the same kind share their code."""
 
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {BLOCKS}
+    needs_always = frozenset({BLOCKS})
 
     def modules(self, rig: Rig) -> list[nn.Module]:
         return rig.structure.blocks
@@ -151,8 +146,7 @@ class CompiledBlocks(Compiled):
 class CompiledModel(Compiled):
     """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {Fact.SAME_PARAMS, Fact.EVERY_BLOCK}  # else it would be compiled for each choice
+    needs_always = frozenset({Fact.SAME_PARAMS, Fact.EVERY_BLOCK})  # else it would be compiled for each choice
 
     def modules(self, rig: Rig) -> list[nn.Module]:
         return [rig.model]
@@ -171,15 +165,13 @@ class TorchScript(Knob):
         rf"(?s:\A(?!.*(?:{OF_VALUES})).*TorchScript)": "TorchScript can run the model's blocks: choose compile=blocks"
         " or compile=none",
     }
+    breaks_always = frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD, Fact.EAGER})
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         # A trace keeps the parameters, control flow and shapes of the run that was recorded; torch.jit (2.13) fails in
         # torchao's rounding of weights.
         blocks = {BLOCKS, PLAIN_BLOCKS, Fact.FIXED_BLOCKS, STEADY_BLOCKS}
         return frozenset({*blocks, Fact.WHOLE_PARAMS, FEW_SHAPES, Fact.PLAIN_PRODUCTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD, Fact.EAGER})
 
     def apply(self, rig: Rig) -> Rig:
         print("note: PyTorch has deprecated TorchScript and doesn't fix it any more: prefer compile=blocks")

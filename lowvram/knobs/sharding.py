@@ -27,7 +27,7 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import Incompatible, require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
@@ -61,18 +61,14 @@ class Unsharded(Neutral, Sharding):
     """One process holds everything."""
 
     searched = False
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.ONE_RANK})
+    needs_always = frozenset({Fact.ONE_RANK})
 
 
 class DataParallel(Sharding):
     """Options that slice the logical batch over the ranks."""
 
     band = 2e-6
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.MANY_RANKS})
+    needs_always = frozenset({Fact.MANY_RANKS})
 
     def caveat(self, model: nn.Module) -> str | None:
         if not any(isinstance(module, BatchNorm) for module in model.modules()):
@@ -88,8 +84,7 @@ class DDP(DataParallel):
     buckets, or keep their memory from step to step.
     """
 
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {Fact.GRADS_AT_UPDATE}
+    needs_always = DataParallel.needs_always | {Fact.GRADS_AT_UPDATE}
 
     def apply(self, rig: Rig) -> Rig:
         return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))
@@ -104,12 +99,8 @@ class FSDP(DataParallel):
     reduce_every_part: bool = True
 
     saves = Kind.PARAMETERS
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
+    needs_always = DataParallel.needs_always | {SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
+    breaks_always = frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.

@@ -47,6 +47,8 @@ class FewBits(Knob):
     stage = Stage.NUMERICS
     exactness = Exactness.LOSSY
     saves = Kind.ACTIVATIONS
+    needs_always = frozenset({Fact.EVERY_OPERATOR, Fact.KERNEL_COMPILER})  # the latter for one kernel per tensor
+    breaks_always = frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS})
 
     def __post_init__(self) -> None:
         require(self.bits in BANDS, "activations.bits", self.bits, "8, 4 or 2")
@@ -55,12 +57,6 @@ class FewBits(Knob):
     @property
     def band(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return BANDS[self.bits]
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EVERY_OPERATOR, Fact.KERNEL_COMPILER})  # a card runs one compiled kernel for each tensor
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS})
 
     def apply(self, rig: Rig) -> Rig:
         stepper = CountingStepper(rig.stepper, self.seed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.misfits import TAKES_PART
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import Rig
@@ -34,12 +34,8 @@ class OverTime(Frozen):
     misfits = TAKES_PART
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
     decides_learning = True
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.SAME_PARAMS})
+    needs_always = frozenset({BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS})
+    breaks_always = frozenset({Fact.SAME_PARAMS})
 
     def caveat(self, model: nn.Module) -> str:
         has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())

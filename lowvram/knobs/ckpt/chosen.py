@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
@@ -53,15 +53,13 @@ class RecomputeChosen(Knob):
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
     misfits = AGAIN
+    needs_always = frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def __post_init__(self) -> None:
         numbers = self.blocks or []
         allowed = "null (a plan chooses) or a list of different numbers of blocks, counted from 0"
         is_list = all(number >= 0 for number in numbers) and len(set(numbers)) == len(numbers)
         require(is_list, "ckpt.blocks", self.blocks, allowed)
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
         return replace(self, blocks=list(blocks)) if self.blocks is None else None

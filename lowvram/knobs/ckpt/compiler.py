@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lowvram.compat.torch_compiler import set_activation_budget
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.probes.draws import NO_RANDOMNESS
@@ -31,14 +31,12 @@ class CompilerBudget(Knob):
     exactness = Exactness.ROUNDING
     band = 1e-5
     saves = Kind.ACTIVATIONS
+    # Recomputation would draw new random numbers, so gradients would use another dropout mask (pytorch#190758).
+    needs_always = frozenset({Fact.COMPILED, NO_RANDOMNESS, STEADY_WEIGHTS})
 
     def __post_init__(self) -> None:
         allowed = "at least 0 (keep nothing) and below 1 (ckpt=none leaves the choice to the compiler)"
         require(0 <= self.budget < 1, "ckpt.budget", self.budget, allowed)
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        # Recomputation would draw new random numbers, so gradients would use another dropout mask (pytorch#190758).
-        return frozenset({Fact.COMPILED, NO_RANDOMNESS, STEADY_WEIGHTS})
 
     def apply(self, rig: Rig) -> Rig:
         set_activation_budget(self.budget)

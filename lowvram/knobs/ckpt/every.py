@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.misfits import AGAIN
@@ -36,9 +36,7 @@ class RecomputeEvery(Knob):
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
     misfits = AGAIN
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
+    needs_always = frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def __post_init__(self) -> None:
         require(

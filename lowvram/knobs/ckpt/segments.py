@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import AGAIN
@@ -29,14 +29,12 @@ class RecomputeSegments(Knob):
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
     misfits = AGAIN
+    # The inputs of later blocks are computed when the weights of earlier ones aren't gathered.
+    needs_always = frozenset({Fact.EAGER, BLOCKS, STEADY_BLOCKS, Fact.WHOLE_PARAMS})
 
     def __post_init__(self) -> None:
         allowed = "null (the square root of the number of blocks) or at least 1 (every block keeps its input)"
         require(self.segment is None or self.segment >= 1, "ckpt.segment", self.segment, allowed)
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        # The inputs of later blocks are computed when the weights of earlier ones aren't gathered.
-        return frozenset({Fact.EAGER, BLOCKS, STEADY_BLOCKS, Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.structure.blocks

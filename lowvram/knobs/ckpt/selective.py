@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowvram.compat.torch_compiler import is_making_graph
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.fused import COSTLY
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
@@ -38,13 +38,11 @@ class Selective(Knob):
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
     misfits = AGAIN
+    needs_always = frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def __post_init__(self) -> None:
         allowed = "between 0 (no block) and 1 (every block)"
         require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS})
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.structure.blocks

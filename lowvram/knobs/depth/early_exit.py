@@ -47,6 +47,7 @@ class EarlyExit(Knob):
     exactness = Exactness.LOSSY
     band = 1e-5
     decides_learning = True
+    needs_always = frozenset({BLOCKS, HEAD, EXITS, Fact.FULL_LOGITS})
 
     def __post_init__(self) -> None:
         numbers = self.exits
@@ -55,9 +56,6 @@ class EarlyExit(Knob):
         require(is_list, "depth.exits", self.exits, allowed)
         require(0 <= self.weight < torch.inf, "depth.weight", self.weight, "at least 0")
         require(0 <= self.threshold <= 1, "depth.threshold", self.threshold, "a probability, between 0 and 1")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({BLOCKS, HEAD, EXITS, Fact.FULL_LOGITS})
 
     def caveat(self, model: nn.Module) -> str:
         num = "one earlier exit" if self.exits is None or len(self.exits) == 1 else f"{len(self.exits)} earlier exits"

@@ -50,15 +50,11 @@ class LayerDrop(Knob):
     band = 1e-5
     saves = Kind.ACTIVATIONS
     decides_learning = True
+    needs_always = frozenset({BLOCKS, SKIPPABLE})
+    breaks_always = frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK})
 
     def __post_init__(self) -> None:
         require(self.count >= 1, "depth.count", self.count, "at least 1 (depth=none skips no block)")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({BLOCKS, SKIPPABLE})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK})
 
     def caveat(self, model: nn.Module) -> str:
         blocks = "1 block is" if self.count == 1 else f"{self.count} blocks are"

@@ -48,15 +48,11 @@ class StochasticDepth(Knob):
     exactness = Exactness.LOSSY
     band = 1e-5
     decides_learning = True
+    needs_always = frozenset({BLOCKS, BRANCHES})
+    breaks_always = frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES})
 
     def __post_init__(self) -> None:
         require(0 <= self.rate < 1, "depth.rate", self.rate, "at least 0 and less than 1")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({BLOCKS, BRANCHES})
-
-    def breaks(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES})
 
     def caveat(self, model: nn.Module) -> str:
         return f"blocks leave out what they add for some samples, the last block for {self.rate:.3g} of them"

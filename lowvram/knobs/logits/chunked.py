@@ -79,15 +79,11 @@ class ChunkedLogits(Knob):
     band = 2e-6
     misfits = ONCE
     saves = Kind.ACTIVATIONS
+    needs_always = frozenset({HEAD})
+    breaks_always = frozenset({Fact.FULL_LOGITS})
 
     def __post_init__(self) -> None:
         require(self.chunk_tokens >= 1, "logits.chunk_tokens", self.chunk_tokens, "at least 1")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({HEAD})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.FULL_LOGITS})
 
     def apply(self, rig: Rig) -> Rig:
         head = rig.structure.head
@@ -116,9 +112,7 @@ class TiledLogits(ChunkedLogits):
     by tile."""
 
     sums_weights = False
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {HARD_TARGETS}
+    needs_always = ChunkedLogits.needs_always | {HARD_TARGETS}
 
 
 def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:

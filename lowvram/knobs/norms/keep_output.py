@@ -59,12 +59,8 @@ class KeepOutput(Knob):
         " ReLU(inplace=True) behind one does: choose norms=input",
     }
     saves = Kind.ACTIVATIONS
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({NORMS, Fact.WHOLE_PARAMS, Fact.OWN_FORMAT, Fact.EVERY_OPERATOR, Fact.EXACT_ACTIVATIONS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED})
+    needs_always = frozenset({NORMS, Fact.WHOLE_PARAMS, Fact.OWN_FORMAT, Fact.EVERY_OPERATOR, Fact.EXACT_ACTIVATIONS})
+    breaks_always = frozenset({Fact.COMPILED})
 
     def apply(self, rig: Rig) -> Rig:
         norms: list[KeepingNorm] = [

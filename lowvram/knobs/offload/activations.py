@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -41,12 +40,10 @@ class Activations(Knob):
     stage = Stage.NUMERICS
     moves_to_host = True
     saves = Kind.ACTIVATIONS
+    remedy = (Kind.ACTIVATIONS, 30)
 
     def __post_init__(self) -> None:
         require_sizes(self.min_bytes, self.in_flight)
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 30}
 
     def apply(self, rig: Rig) -> Rig:
         return offload(rig, in_host_memory(rig.device), self.min_bytes, self.in_flight)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.misfits import ONCE
@@ -52,15 +52,9 @@ class Parameters(Knob):
     }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.ONE_RANK, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.PARAMETERS: 20}
+    needs_always = frozenset({Fact.ONE_RANK, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
+    breaks_always = frozenset({Fact.WHOLE_PARAMS})
+    remedy = (Kind.PARAMETERS, 20)
 
     def apply(self, rig: Rig) -> Rig:
         mesh = mesh_of_one(rig.device)

@@ -43,14 +43,12 @@ class Adafactor(OptimizerKnob):
     weight_decay: float = 0.1
 
     saves = Kind.OPTIMIZER
+    needs_always = frozenset({Fact.WHOLE_PARAMS})
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         require(self.beta2_decay <= 0, "optimizer.beta2_decay", self.beta2_decay, "at most 0")
         require(self.max_update >= 1, "optimizer.max_update", self.max_update, "at least 1")
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups, policy = decayed(parameters, self.weight_decay), policy or RoundingPolicy()

@@ -43,15 +43,13 @@ class ApolloKnob(MatrixKnob, ABC):
     saves = Kind.OPTIMIZER
     rule = "apollo"
     layers = LINEAR_AND_CONVOLUTIONS
+    needs_always = frozenset({Fact.WHOLE_PARAMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.scale > 0, "optimizer.scale", self.scale, "above 0")
         require(self.redraw_every >= 1, "optimizer.redraw_every", self.redraw_every, "at least 1 step")
         require(self.max_growth > 1, "optimizer.max_growth", self.max_growth, "above 1")
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
 
     @abstractmethod
     def projection(self) -> Mapping[str, Any]:

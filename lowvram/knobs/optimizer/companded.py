@@ -38,15 +38,11 @@ class AdamWCompanded(AdamKnob):
     exactness = Exactness.LOSSY
     band = BAND
     saves = Kind.OPTIMIZER
-
-    def needs(self) -> frozenset[Fact]:
-        return NEEDS
+    needs_always = NEEDS
+    remedy = (Kind.OPTIMIZER, 15)
 
     def reference(self) -> AdamW:
         return AdamW(**asdict(self))
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.OPTIMIZER: 15}
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
@@ -62,13 +58,11 @@ class SGDCompanded(SGD):
     exactness = Exactness.LOSSY
     band = BAND
     formats = FORMATS
+    needs_always = NEEDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.momentum > 0, "optimizer.momentum", self.momentum, "above 0: without it use optimizer=sgd")
-
-    def needs(self) -> frozenset[Fact]:
-        return NEEDS
 
     def reference(self) -> SGD:
         return SGD(**asdict(self))
@@ -83,9 +77,7 @@ class MuonCompanded(Muon):
     band = BAND
     saves = Kind.OPTIMIZER
     formats = FORMATS
-
-    def needs(self) -> frozenset[Fact]:
-        return NEEDS
+    needs_always = NEEDS
 
     def reference(self) -> Muon:
         return Muon(**asdict(self))

@@ -36,15 +36,13 @@ class GaLore(MatrixKnob):
     saves = Kind.OPTIMIZER
     rule = "galore"
     layers = LINEAR_AND_CONVOLUTIONS
+    needs_always = frozenset({Fact.WHOLE_PARAMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.scale > 0, "optimizer.scale", self.scale, "above 0")
         require(self.refresh_every >= 1, "optimizer.refresh_every", self.refresh_every, "at least 1 step")
         check_rank_share(self.rank_share)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
 
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         return GaLoreOptimizer(

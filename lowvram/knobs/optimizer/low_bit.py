@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
@@ -42,15 +42,11 @@ class AdamW8bit(AdamKnob):
     libraries = ("torchao.optim",)
     theirs: ClassVar[str] = "AdamW8bit"
     scratch_itemsizes: ClassVar[tuple[int, ...]] = ()  # bytes per element of an update's temporaries: it has none
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.C_COMPILER, Fact.UNSPLIT_WEIGHTS})
+    needs_always = frozenset({Fact.C_COMPILER, Fact.UNSPLIT_WEIGHTS})
+    remedy = (Kind.OPTIMIZER, 10)
 
     def reference(self) -> AdamW:
         return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.OPTIMIZER: 10}
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         policy = policy or RoundingPolicy()
@@ -68,9 +64,7 @@ class AdamW4bit(AdamW8bit):
 
     theirs = "AdamW4bit"
     scratch_itemsizes = (4, 4, 8, 8)  # both moments in fp32, and the nearest code of each value as an int64
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.OPTIMIZER: 20}
+    remedy = (Kind.OPTIMIZER, 20)
 
     def improves_on(self, in_use: Knob) -> bool:
         return type(in_use) is AdamW8bit or super().improves_on(in_use)

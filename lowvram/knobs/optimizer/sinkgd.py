@@ -37,14 +37,12 @@ class SinkGD(MatrixKnob):
     saves = Kind.OPTIMIZER
     rule = "sinkgd"
     layers = LINEAR_AND_CONVOLUTIONS
+    needs_always = frozenset({Fact.WHOLE_PARAMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.scale > 0, "optimizer.scale", self.scale, "above 0")
         require(1 <= self.iterations < 100, "optimizer.iterations", self.iterations, "at least 1 and below 100")
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
 
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         return SinkGDOptimizer(

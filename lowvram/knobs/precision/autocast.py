@@ -34,15 +34,9 @@ class Bf16(Knob):
     band = 2e-2
     saves = Kind.ACTIVATIONS
     misfits: ClassVar[Mapping[str, str]] = {f"{of_format('BFloat16')}|primitive descriptor": UNDER_AUTOCAST}
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BF16})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.OWN_FORMAT})
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 40}
+    needs_always = frozenset({Fact.BF16})
+    breaks_always = frozenset({Fact.OWN_FORMAT})
+    remedy = (Kind.ACTIVATIONS, 40)
 
     def improves_on(self, in_use: Knob) -> bool:
         """Not on fp8, whose other operators run under autocast to bf16 already."""
@@ -65,14 +59,12 @@ class Fp16(Knob):
     band = 5e-3
     saves = Kind.ACTIVATIONS
     misfits: ClassVar[Mapping[str, str]] = {f"{of_format('Half')}|primitive descriptor": UNDER_AUTOCAST}
+    breaks_always = frozenset({Fact.OWN_FORMAT})
 
     def __post_init__(self) -> None:
         allowed = f"between {SMALLEST_SCALE} and 2**31"
         require(SMALLEST_SCALE <= self.init_scale <= 2.0**31, "precision.init_scale", self.init_scale, allowed)
         require(self.growth_interval >= 1, "precision.growth_interval", self.growth_interval, "at least 1")
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.OWN_FORMAT})
 
     def apply(self, rig: Rig) -> Rig:
         scaled = ScaledStepper(rig.stepper, self.init_scale, self.growth_interval)

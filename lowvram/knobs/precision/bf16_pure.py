@@ -22,7 +22,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.layers import has_own_forward
@@ -48,13 +48,9 @@ class Bf16Weights(Knob, ABC):
     misfits: ClassVar[Mapping[str, str]] = {
         of_format("BFloat16"): "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
     }
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        # One weight at a time is updated in fp32.
-        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.FP32_WEIGHTS})
+    # One weight at a time is updated in fp32.
+    needs_always = frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS})
+    breaks_always = frozenset({Fact.FP32_WEIGHTS})
 
     def improves_on(self, in_use: Knob) -> bool:
         return in_use.exactness is not Exactness.LOSSY
@@ -73,8 +69,7 @@ class Bf16Weights(Knob, ABC):
 class Bf16Pure(Bf16Weights):
     """Weights are rounded stochastically."""
 
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.PARAMETERS: 10}
+    remedy = (Kind.PARAMETERS, 10)
 
     def rounding(self) -> Rounding:
         return Stochastic()
@@ -146,14 +141,12 @@ class Bf16Split(Bf16Weights):
 
     correction_bits: int = 8
 
+    # Who writes into a weight knows nothing of its correction.
+    needs_always = Bf16Weights.needs_always | {STEADY_WEIGHTS}
+    breaks_always = Bf16Weights.breaks_always | {Fact.UNSPLIT_WEIGHTS}
+
     def __post_init__(self) -> None:
         require(self.correction_bits in (8, 16), "precision.correction_bits", self.correction_bits, "8 or 16")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return super().needs() | {STEADY_WEIGHTS}  # who writes into a weight knows nothing of its correction
-
-    def breaks(self) -> frozenset[Fact]:
-        return super().breaks() | {Fact.UNSPLIT_WEIGHTS}
 
     def rounding(self) -> Rounding:
         return Split(self.correction_bits)

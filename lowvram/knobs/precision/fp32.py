@@ -43,9 +43,7 @@ class Tf32(Knob):
     product_format = "tf32"
     exactness = Exactness.ROUNDING
     band = 5e-3
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.TF32})
+    needs_always = frozenset({Fact.TF32})
 
     def apply(self, rig: Rig) -> Rig:
         use_tf32(True)

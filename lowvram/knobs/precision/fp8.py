@@ -35,12 +35,8 @@ class Fp8(Knob):
     exactness = Exactness.LOSSY
     band = 1e-1
     libraries = ("torchao.float8",)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BF16, Fact.FP8, Fact.PLAIN_PRODUCTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.OWN_FORMAT})
+    needs_always = frozenset({Fact.BF16, Fact.FP8, Fact.PLAIN_PRODUCTS})
+    breaks_always = frozenset({Fact.OWN_FORMAT})
 
     def apply(self, rig: Rig) -> Rig:
         convert(rig.model, known_last_weights(rig.structure, "precision=fp8"))

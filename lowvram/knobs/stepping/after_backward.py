@@ -27,12 +27,10 @@ class AfterBackward(Knob):
 
     stage = Stage.STEPPING
     decides_learning = True
+    needs_always = frozenset({Fact.GRADS_AT_UPDATE})
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.GRADS_AT_UPDATE})
 
     def clips_at(self) -> float | None:
         return self.clip

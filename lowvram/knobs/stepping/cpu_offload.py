@@ -7,7 +7,7 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.copies import register_copy
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
@@ -47,23 +47,19 @@ class CpuOffload(Knob):
     stage = Stage.STEPPING
     moves_to_host = True
     saves = Kind.OPTIMIZER
+    needs_always = frozenset(
+        {Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS}
+    )
+    breaks_always = frozenset({Fact.GRADS_AT_UPDATE})
+    remedy = (Kind.OPTIMIZER, 30)
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
         fraction, allowed = self.offload_fraction, "between 0 (all state on the device) and 1 (all on the host)"
         require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
 
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS})
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.GRADS_AT_UPDATE})
-
     def reference(self) -> AfterBackward:
         return AfterBackward(self.clip)
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.OPTIMIZER: 30}
 
     def clips_at(self) -> float | None:
         return self.clip

@@ -83,6 +83,8 @@ class InBackward(Knob):
         " backward pass reads one again, as where a model also computes with it detached or frozen: choose"
         " stepping=after_backward (if that fails alike, the model's own code writes in place)"
     }
+    breaks_always = frozenset({Fact.GRADS_AT_UPDATE})
+    remedy = (Kind.GRADIENTS, 10)
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
@@ -93,9 +95,6 @@ class InBackward(Knob):
         separate = {Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS}
         return frozenset({Fact.PLAIN_BACKWARD, *separate, *walked_twice, *compiled})
 
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.GRADS_AT_UPDATE})
-
     def caveat(self, model: nn.Module) -> str | None:
         if self.sums is not SumsIn.host:
             return f"gradients of several parts are summed in {self.sums.name} (stepping.sums=host sums them in fp32)"
@@ -105,9 +104,6 @@ class InBackward(Knob):
 
     def reference(self) -> AfterBackward:
         return AfterBackward(self.clip)
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.GRADIENTS: 10}
 
     def clips_at(self) -> float | None:
         return self.clip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.ledger import announce
@@ -50,25 +50,21 @@ class ZerothOrder(Knob):
     saves = Kind.ACTIVATIONS
     chosen_by_user = True
     decides_learning = True
+    needs_always = frozenset(
+        {
+            Fact.SEPARATE_UPDATES,
+            SEPARATE_MEMORY,
+            REAL_WEIGHTS,
+            Fact.WHOLE_PARAMS,
+            Fact.FP32_WEIGHTS,
+            STEADY_WEIGHTS,
+        }
+    )
+    breaks_always = frozenset({Fact.PLAIN_BACKWARD})
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
         require(0 < self.eps < math.inf, "stepping.eps", self.eps, "above 0")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset(
-            {
-                Fact.SEPARATE_UPDATES,
-                SEPARATE_MEMORY,
-                REAL_WEIGHTS,
-                Fact.WHOLE_PARAMS,
-                Fact.FP32_WEIGHTS,
-                STEADY_WEIGHTS,
-            }
-        )
-
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_BACKWARD})
 
     def caveat(self, model: nn.Module) -> str | None:
         return "each step's gradient is an estimate from two losses along one random direction (made for fine-tuning)"

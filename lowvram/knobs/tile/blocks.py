@@ -7,7 +7,6 @@ soon as it is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import Signature, signature
 from typing import Any, final
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
-from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.misfits import ONCE
@@ -46,15 +45,11 @@ class TiledBlocks(Knob):
     band = 2e-6
     misfits = ONCE
     saves = Kind.ACTIVATIONS
+    needs_always = frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, SEPARATE_SAMPLES})
+    remedy = (Kind.ACTIVATIONS, 110)  # the last: with ckpt=every1 it saves only where a part has more samples
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "tile.samples", self.samples, "at least 1")
-
-    def needs(self) -> frozenset[Fact | ModelFact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, SEPARATE_SAMPLES})
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 110}  # the last: with ckpt=every1 it saves only where a part has more samples
 
     def apply(self, rig: Rig) -> Rig:
         for name, num_outputs in rig.structure.get(SeparateBlocks()).items():

@@ -6,7 +6,6 @@ Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import Signature, signature
 from typing import final
@@ -38,6 +37,7 @@ class TiledMLP(Knob):
     band = 2e-6
     misfits = ONCE
     saves = Kind.ACTIVATIONS
+    remedy = (Kind.ACTIVATIONS, 100)  # late: it saves only where a part has more than `tokens` tokens
 
     def __post_init__(self) -> None:
         require(self.tokens >= 1, "tile.tokens", self.tokens, "at least 1")
@@ -46,9 +46,6 @@ class TiledMLP(Knob):
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return frozenset({Fact.EAGER_AUTOGRAD, BLOCKS, STEADY_BLOCKS, *([MLPS] if self.names is None else [])})
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 100}  # late: it saves only where a part has more than `tokens` tokens
 
     def apply(self, rig: Rig) -> Rig:
         mlps = rig.structure.get(Mlps() if self.names is None else Mlps(tuple(self.names)))
