@@ -38,17 +38,34 @@ AGAIN = "compute a forward pass again, or undo what it changed (ckpt, tile, comp
 
 
 class Change(ABC):
-    """One difference between the two looks."""
+    """One difference between the two looks.
 
-    what: str  # as a user knows it: "Ema.count"
+    Args:
+        what: as a user knows it: "Ema.count".
+        before: what there was before the forward pass.
+    """
 
-    @abstractmethod
+    def __init__(self, what: str, before: Any) -> None:
+        self.what, self.before = what, before
+        self.now: Any = MISSING
+
     def undo(self) -> None:
         """Have it as it was before the forward pass. Keeps what is there now."""
+        self.now = self.read()
+        self.write(self.before)
 
-    @abstractmethod
     def redo(self) -> None:
         """The inverse of `undo`: what is there meanwhile is dropped."""
+        self.write(self.now)
+        self.now = MISSING
+
+    @abstractmethod
+    def read(self) -> Any:
+        """What is there now."""
+
+    @abstractmethod
+    def write(self, value: Any) -> None:
+        """The inverse of `read`."""
 
 
 @final
@@ -62,24 +79,23 @@ class OfEntry(Change):
     def __init__(
         self, what: str, owner: MutableMapping[Any, Any], name: Any, before: Any, *, is_copied: bool = False
     ) -> None:
-        self.what, self.owner, self.name, self.before, self.is_copied = what, owner, name, before, is_copied
-        self.now: Any = MISSING
+        super().__init__(what, before)
+        self.owner, self.name, self.is_copied = owner, name, is_copied
 
     def undo(self) -> None:
-        self.now = self.owner.get(self.name, MISSING)
+        self.now = self.read()
         # A copy: it may be undone once more, and the graph of a recomputation may keep what it is given.
-        self.put(copied(self.before) if self.is_copied else self.before)
-
-    def redo(self) -> None:
-        self.put(self.now)
-        self.now = MISSING
+        self.write(copied(self.before) if self.is_copied else self.before)
 
     def is_different(self) -> bool:
         """Whether there is another value now, also in a tensor that was changed in place."""
-        now = self.owner.get(self.name, MISSING)
+        now = self.read()
         return differ(self.before, now) if self.is_copied and isinstance(now, Tensor) else now is not self.before
 
-    def put(self, value: Any) -> None:
+    def read(self) -> Any:
+        return self.owner.get(self.name, MISSING)
+
+    def write(self, value: Any) -> None:
         if value is MISSING:
             self.owner.pop(self.name, None)
         else:
@@ -91,16 +107,14 @@ class OfContents(Change):
     """A list, a set or a dictionary has another content than before."""
 
     def __init__(self, what: str, container: Any, before: Any) -> None:
-        self.what, self.container, self.before = what, container, before
-        self.now: Any = MISSING
+        super().__init__(what, before)
+        self.container = container
 
-    def undo(self) -> None:
-        self.now = contents_of(self.container)
-        fill(self.container, self.before)
+    def read(self) -> Any:
+        return contents_of(self.container)
 
-    def redo(self) -> None:
-        fill(self.container, self.now)
-        self.now = MISSING
+    def write(self, value: Any) -> None:
+        fill(self.container, value)
 
 
 @final
@@ -108,33 +122,28 @@ class OfArray(Change):
     """An array of numpy has other numbers than before."""
 
     def __init__(self, what: str, array: Any, before: Any) -> None:
-        self.what, self.array, self.before = what, array, before
-        self.now: Any = MISSING
+        super().__init__(what, before)
+        self.array = array
 
-    def undo(self) -> None:
-        self.now = self.array.copy()
-        self.array[...] = self.before
+    def read(self) -> Any:
+        return self.array.copy()
 
-    def redo(self) -> None:
-        self.array[...] = self.now
-        self.now = MISSING
+    def write(self, value: Any) -> None:
+        self.array[...] = value
 
 
 @final
 class OfLargeArray(Change):
     """An array of numpy that is too large to be copied has other numbers than before."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def undo(self) -> None:
+    def read(self) -> Any:
         """Raises Incompatible."""
         raise Incompatible(
             f"{self.what}, an array of numpy, is changed in place by a forward pass, and it is too large to be copied"
             f" each time: make it a buffer, or leave the options that {AGAIN}"
         )
 
-    def redo(self) -> None:
+    def write(self, value: Any) -> None:
         """Nothing was undone."""
 
 
@@ -196,7 +205,7 @@ class Look:
         values = [change for look in self.values for change in changed_values(*look, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
         arrays = [OfArray(*look) for look in self.arrays if not same_numbers(*look[1:])]
-        large = [OfLargeArray(what) for what, each, before in self.large if checksum(each) != before]
+        large = [OfLargeArray(what, None) for what, each, before in self.large if checksum(each) != before]
         return [*values, *contents, *arrays, *large]
 
     def changes_by_anyone(self) -> list[Change]:

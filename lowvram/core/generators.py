@@ -12,8 +12,9 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -93,46 +94,29 @@ class OfPython(Source):
 
 @final
 class OfNumpy(Source):
-    """An np.random.Generator."""
+    """An np.random.Generator or, as numpy's generators were before, an np.random.RandomState.
+
+    Args:
+        read: its state as plain values and arrays.
+        write: the inverse.
+    """
 
     name = "numpy's generator"
 
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self.read, self.write = read, write
 
     def state(self) -> bytes:
-        return pickle.dumps(self.generator.bit_generator.state)
+        return pickle.dumps(self.read())
 
     def restore(self, state: bytes) -> None:
-        self.generator.bit_generator.state = pickle.loads(state)
+        self.write(pickle.loads(state))
 
     def text(self) -> str:
-        return json.dumps(self.generator.bit_generator.state, default=as_list)
+        return json.dumps(self.read(), default=as_list)
 
     def set_text(self, text: str) -> None:
-        self.generator.bit_generator.state = json.loads(text)
-
-
-@final
-class OfNumpyBefore(Source):
-    """An np.random.RandomState, as numpy's generators were before."""
-
-    name = "numpy's generator"
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-    def state(self) -> bytes:
-        return pickle.dumps(self.generator.get_state(legacy=False))
-
-    def restore(self, state: bytes) -> None:
-        self.generator.set_state(pickle.loads(state))
-
-    def text(self) -> str:
-        return json.dumps(self.generator.get_state(legacy=False), default=as_list)
-
-    def set_text(self, text: str) -> None:
-        self.generator.set_state(json.loads(text))
+        self.write(json.loads(text))
 
 
 @final
@@ -223,9 +207,10 @@ def source_of(value: Any) -> Source | None:
         return OfTorch(value)
     numpy = numpy_random()
     if numpy is not None and isinstance(value, numpy.Generator):
-        return OfNumpy(value)
+        bits = value.bit_generator
+        return OfNumpy(lambda: bits.state, partial(setattr, bits, "state"))
     if numpy is not None and isinstance(value, numpy.RandomState):
-        return OfNumpyBefore(value)
+        return OfNumpy(partial(value.get_state, legacy=False), value.set_state)
     return OfPython(value) if is_pythons(value) else None
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
-from omegaconf import MISSING
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
@@ -24,13 +23,12 @@ from lowvram.data.source import (
     ResolvedTextSource,
     Source,
     Texts,
-    TextSource,
     Unfit,
     require_count,
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
+from lowvram.data.splits import SplitTextSource, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text, kind_of
 from lowvram.data.tokenizer import Tokenizer
 
@@ -59,7 +57,7 @@ class LossOn(Enum):
 
 @final
 @dataclass(frozen=True)
-class Chat(TextSource):
+class Chat(SplitTextSource):
     """Each row is a sample: a list of messages, made a text by the tokenizer's chat template, or a prompt with its
     completion, as texts or lists of messages.
 
@@ -70,11 +68,6 @@ class Chat(TextSource):
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
-    name: str = MISSING
-    revision: str | None = None
-    config: str | None = None
-    train_split: str = "train"
-    eval_split: str | None = None
     messages: str | None = None
     role: str | None = None
     content: str | None = None
@@ -96,18 +89,16 @@ class Chat(TextSource):
         is_free = self.messages is None or self.prompt is None
         require(is_free, "data.messages", self.messages, "null where data.prompt is given")
 
-    def check_paths(self) -> None:
-        """Asked before any process starts, so it takes no torch."""
-        check_name(self.name)
-
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
         return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
         length = resolved_size("data.sequence_length", self.sequence_length)
-        place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
-        splits, (tokenizer, rules) = read_splits(place, self.eval_samples), tokenizer_and_rules(self.tokenizer, rules)
+        splits, (tokenizer, rules) = (
+            read_splits(self.place, self.eval_samples),
+            tokenizer_and_rules(self.tokenizer, rules),
+        )
         made = [split and self.tokens(split, tokenizer) for split in splits]
         tokens = held_out_rows(*made)
         train, held_out = (
@@ -241,16 +232,12 @@ class Answers(Texts):
         limit: the most samples, evenly spread over all; None: all of them.
         """
         self.tokens, self.counts = rows.data.column("tokens"), rows.data.column("counts")
-        self._padded_length, self.pad_id = padded_length, pad_id
+        self.padded_length, self.pad_id = padded_length, pad_id
         ends = [last_place(counts[: padded_length + 1]) for counts in mapped_lists(self.counts)]
         fit = np.flatnonzero(ends)
         self.rows = evenly_spaced(fit, limit or len(fit))
         self.lengths = np.array(ends, np.int64)[self.rows]
         self.num_left_out = len(ends) - len(fit)
-
-    @property
-    def padded_length(self) -> int:
-        return self._padded_length
 
     def __len__(self) -> int:
         return len(self.rows)

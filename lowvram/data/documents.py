@@ -40,16 +40,12 @@ class Documents(Texts):
         lengths: number of these tokens, (num_texts,) integers.
         limit: the most samples, evenly spread over all; None: all of them.
         """
-        self.pieces, self.lengths, self._padded_length, self.pad_id = pieces, lengths, padded_length, pad_id
+        self.pieces, self.lengths, self.padded_length, self.pad_id = pieces, lengths, padded_length, pad_id
         num_samples_of = -(-np.maximum(lengths - 1, 0) // padded_length)
         self.ends = np.cumsum(num_samples_of, dtype=np.int64)  # the number of samples of each text and those before it
         num_samples = int(self.ends[-1]) if len(self.ends) else 0
         num_kept = min(num_samples, limit or num_samples)
         self.kept = np.arange(num_kept, dtype=np.int64) * num_samples // max(num_kept, 1)
-
-    @property
-    def padded_length(self) -> int:
-        return self._padded_length
 
     def __len__(self) -> int:
         return len(self.kept)

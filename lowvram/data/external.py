@@ -245,11 +245,7 @@ class MeasuredTexts(Texts):
     """Texts of unknown lengths: a sample is read to find how many of its tokens are real."""
 
     def __init__(self, samples: Samples, padded_length: int) -> None:
-        self.samples, self._padded_length = samples, padded_length
-
-    @property
-    def padded_length(self) -> int:
-        return self._padded_length
+        self.samples, self.padded_length = samples, padded_length
 
     def __len__(self) -> int:
         return len(self.samples)

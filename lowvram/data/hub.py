@@ -12,7 +12,6 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
-from omegaconf import MISSING
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
@@ -32,13 +31,12 @@ from lowvram.data.source import (
     ResolvedTextSource,
     Source,
     Texts,
-    TextSource,
     check_modality,
     require_count,
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, check_name, evenly_spaced, num_before_tenth, read_splits
+from lowvram.data.splits import SplitSource, SplitTextSource, evenly_spaced, num_before_tenth, read_splits
 from lowvram.data.stored_images import StoredImages, image_column
 from lowvram.data.text_and_label import (
     class_names,
@@ -53,7 +51,7 @@ from lowvram.data.windows import TokenStream, windowed
 
 @final
 @dataclass(frozen=True)
-class Hub(TextSource, ImageSource):
+class Hub(SplitTextSource, ImageSource):
     """With `image` and `label`: images to classify. With `label` alone: texts to classify. With neither: the next token
     of the texts is predicted, or for a masked language model some hidden ones.
 
@@ -72,11 +70,6 @@ class Hub(TextSource, ImageSource):
         Modality.IMAGES: "data.image",
     }
 
-    name: str = MISSING
-    revision: str | None = None
-    config: str | None = None
-    train_split: str = "train"
-    eval_split: str | None = None
     text: str | None = None
     label: str | None = None
     image: str | None = None
@@ -107,10 +100,6 @@ class Hub(TextSource, ImageSource):
         labelled = self.image is None or self.label is not None
         require(labelled, "data.label", self.label, "the column of the images' classes")
 
-    def check_paths(self) -> None:
-        """Asked before any process starts, so it takes no torch."""
-        check_name(self.name)
-
     @property
     def modality(self) -> Modality:
         if self.image is not None:
@@ -119,8 +108,7 @@ class Hub(TextSource, ImageSource):
 
     @property
     def place(self) -> SplitSource:
-        buffer_samples = self.buffer_samples if self.streaming else None
-        return SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, buffer_samples)
+        return replace(super().place, buffer_samples=self.buffer_samples if self.streaming else None)
 
     def resolve(self, model: FollowedModel) -> Source:
         can_be = (self.modality, Modality.MASKED_TOKENS) if self.modality is Modality.TOKENS else (self.modality,)
@@ -290,11 +278,7 @@ class LabelledTexts(Texts):
     """Texts with a class, whose tokens are an Arrow column of lists."""
 
     def __init__(self, tokens: Any, rows: LabelledRows, length: int, rules: TextRules) -> None:
-        self.tokens, self.rows, self._padded_length, self.rules = tokens, rows, length, rules
-
-    @property
-    def padded_length(self) -> int:
-        return self._padded_length
+        self.tokens, self.rows, self.padded_length, self.rules = tokens, rows, length, rules
 
     def __len__(self) -> int:
         return len(self.rows.indices)

@@ -167,11 +167,7 @@ class MaskedTexts(Texts):
     """Texts of any length, each by itself."""
 
     def __init__(self, texts: Texts, masker: Masker) -> None:
-        self.texts, self.masker = texts, masker
-
-    @property
-    def padded_length(self) -> int:
-        return self.masker.padded_length
+        self.texts, self.masker, self.padded_length = texts, masker, masker.padded_length
 
     def __len__(self) -> int:
         return len(self.texts)

@@ -19,19 +19,18 @@ from lowvram.data.source import (
     ResolvedTextSource,
     Source,
     Texts,
-    TextSource,
     require_count,
     resolved_size,
 )
 from lowvram.data.spec import DECODER_IDS, DataSpec, Modality, TextRules, pairs_layout
-from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
+from lowvram.data.splits import SplitTextSource, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text, kind_of, require_column
 from lowvram.data.tokenizer import Tokenizer
 
 
 @final
 @dataclass(frozen=True)
-class Pairs(TextSource):
+class Pairs(SplitTextSource):
     """Each row of a data set is a sample: the text in the column `target` is predicted from that in `text`.
 
     Raises:
@@ -40,11 +39,6 @@ class Pairs(TextSource):
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
 
-    name: str = MISSING
-    revision: str | None = None
-    config: str | None = None
-    train_split: str = "train"
-    eval_split: str | None = None
     text: str = MISSING
     target: str = MISSING
     prefix: str = ""
@@ -58,10 +52,6 @@ class Pairs(TextSource):
             require_count(f"data.{name}", getattr(self, name))
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
-    def check_paths(self) -> None:
-        """Asked before any process starts, so it takes no torch."""
-        check_name(self.name)
-
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
         lengths = {"sequence_length": length, "target_length": self.target_length or length}
@@ -70,8 +60,7 @@ class Pairs(TextSource):
     def read(self, rules: TextRules, seed: int) -> Data:
         length = resolved_size("data.sequence_length", self.sequence_length)
         target_length = resolved_size("data.target_length", self.target_length)
-        place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
-        splits = held_out_rows(*read_splits(place, self.eval_samples))
+        splits = held_out_rows(*read_splits(self.place, self.eval_samples))
         tokenizer, rules = tokenizer_and_rules(self.tokenizer, rules)
         train, held_out = (
             PairedTexts(*self.tokens(split, tokenizer, length, target_length), length, target_length, rules, limit)
@@ -122,12 +111,8 @@ class PairedTexts(Texts):
         """
         self.sources, self.targets, self.rules = sources, targets, rules
         self.source_length, self.target_length = source_length, target_length
+        self.padded_length = source_length + target_length
         self.rows = evenly_spaced(np.arange(len(sources)), limit or len(sources))
-
-    @property
-    def padded_length(self) -> int:
-        """Of both texts together."""
-        return self.source_length + self.target_length
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -97,12 +97,8 @@ class Pieces(Texts):
     def __init__(
         self, texts: list[TokenStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
     ) -> None:
-        self.texts, self.num_samples, self._padded_length, self.rules = texts, num_samples, length, rules
+        self.texts, self.num_samples, self.padded_length, self.rules = texts, num_samples, length, rules
         self.stream, self.seed = stream, seed
-
-    @property
-    def padded_length(self) -> int:
-        return self._padded_length
 
     def __len__(self) -> int:
         return self.num_samples

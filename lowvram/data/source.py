@@ -94,10 +94,7 @@ class Samples(ABC):
 class Texts(Samples):
     """Samples of tokens whose lengths differ: padding follows the last real token."""
 
-    @property
-    @abstractmethod
-    def padded_length(self) -> int:
-        """Tokens of a sample, padding included."""
+    padded_length: int  # tokens of a sample, padding included
 
     @abstractmethod
     def length(self, index: int, epoch: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import MISSING
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
@@ -16,6 +18,7 @@ from lowvram.data.csv_files import AS_THEY_STAND, csv_options
 from lowvram.data.csv_quotes import check_quotes, quoting_of
 from lowvram.data.local import HOP, check_no_hop, escaped, is_hidden, looks_local, quiet_progress
 from lowvram.data.own_files import check_card, check_files, check_remote_files
+from lowvram.data.source import TextSource
 
 BUILDERS = {
     ".csv": "csv",
@@ -54,6 +57,25 @@ class SplitSource:
     @property
     def is_local(self) -> bool:
         return self.path.exists()
+
+
+@dataclass(frozen=True)
+class SplitTextSource(TextSource, ABC):
+    """A source whose samples are rows of a data set."""
+
+    name: str = MISSING
+    revision: str | None = None
+    config: str | None = None
+    train_split: str = "train"
+    eval_split: str | None = None
+
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        check_name(self.name)
+
+    @property
+    def place(self) -> SplitSource:
+        return SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
 
 
 def read_splits(place: SplitSource, eval_samples: int) -> tuple[Any, Any | None]:

@@ -88,11 +88,7 @@ class TaughtTexts(Taught, Texts):
 
     def __init__(self, plain: Texts, cache: Cache) -> None:
         super().__init__(plain, cache)
-        self.texts = plain
-
-    @property
-    def padded_length(self) -> int:
-        return self.texts.padded_length
+        self.texts, self.padded_length = plain, plain.padded_length
 
     def length(self, index: int, epoch: int) -> int:
         return self.texts.length(index, epoch)
