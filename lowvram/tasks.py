@@ -272,48 +272,51 @@ class TaskConfig(ABC):
         return data
 
 
+class OneOfOurs(TaskConfig):
+    """A task with a criterion of lowvram's, for data of some modalities."""
+
+    option: ClassVar[str]
+    modalities: ClassVar[tuple[Modality, ...]]
+    problem: ClassVar[type[Problem]] = LanguageModel
+
+    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
+        if spec.modality not in self.modalities:
+            allowed = f"a task that reads {spec.modality.value}, as these data are: leave task=auto"
+            raise BadInput("task", self.option, allowed)
+        return self.problem(model, spec)
+
+
 @dataclass(frozen=True)
-class LanguageModelling(TaskConfig):
+class LanguageModelling(OneOfOurs):
     """conf/task/language_modelling.yaml"""
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
-
-    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("language_modelling", self.modalities, spec)
-        return LanguageModel(model, spec)
+    option = "language_modelling"
+    modalities = (Modality.TOKENS,)
 
 
 @dataclass(frozen=True)
-class MaskedLanguageModelling(TaskConfig):
+class MaskedLanguageModelling(OneOfOurs):
     """conf/task/masked_language_modelling.yaml"""
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
-
-    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("masked_language_modelling", self.modalities, spec)
-        return LanguageModel(model, spec)
+    option = "masked_language_modelling"
+    modalities = (Modality.MASKED_TOKENS,)
 
 
 @dataclass(frozen=True)
-class Seq2Seq(TaskConfig):
+class Seq2Seq(OneOfOurs):
     """conf/task/seq2seq.yaml"""
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
-
-    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("seq2seq", self.modalities, spec)
-        return LanguageModel(model, spec)
+    option = "seq2seq"
+    modalities = (Modality.PAIRS,)
 
 
 @dataclass(frozen=True)
-class Classification(TaskConfig):
+class Classification(OneOfOurs):
     """conf/task/classification.yaml"""
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES, Modality.LABELLED_TOKENS)
-
-    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("classification", self.modalities, spec)
-        return Classifier(model, spec)
+    option = "classification"
+    modalities = (Modality.IMAGES, Modality.LABELLED_TOKENS)
+    problem = Classifier
 
 
 @dataclass(frozen=True)
@@ -349,9 +352,3 @@ class External(TaskConfig):
         )
         require(has_criterion, "task.target", self.target, allowed)
         return UserProblem(model, spec, user, f"{self.target} {args}")
-
-
-def check_modality(option: str, wanted: tuple[Modality, ...], spec: DataSpec) -> None:
-    if spec.modality not in wanted:
-        allowed = f"a task that reads {spec.modality.value}, as these data are: leave task=auto"
-        raise BadInput("task", option, allowed)

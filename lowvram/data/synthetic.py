@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -54,19 +54,18 @@ class Synthetic(Source):
         if modality is Modality.IMAGES:
             channels, height, width = model.natural_shape()
             shape = (channels, self.image_size or height, self.image_size or width)
-            return SyntheticImages(DataSpec(modality, num_classes, shape), self.eval_samples)
+            return ResolvedSynthetic(DataSpec(modality, num_classes, shape), self.eval_samples)
         shape = (self.sequence_length or model.natural_shape()[0],)
         if modality is Modality.TOKENS:
-            return SyntheticTokens(DataSpec(modality, vocab_size, shape), self.eval_samples)
+            return ResolvedSynthetic(DataSpec(modality, vocab_size, shape), self.eval_samples)
         if modality is Modality.MASKED_TOKENS:
-            spec = DataSpec(modality, vocab_size, shape, is_padded=False)
-            return SyntheticMaskedTokens(spec, self.eval_samples)
+            return ResolvedSynthetic(DataSpec(modality, vocab_size, shape, is_padded=False), self.eval_samples)
         if modality is Modality.PAIRS:
             layout = pairs_layout(*shape, self.target_length or shape[0])
             spec = DataSpec(modality, vocab_size, shape, layout=layout, is_padded=False)
-            return SyntheticPairs(spec, self.eval_samples, model.text_rules)
-        spec = DataSpec(modality, num_classes, shape, vocab_size, is_padded=False)
-        return SyntheticLabelledTokens(spec, self.eval_samples, model.text_rules)
+        else:
+            spec = DataSpec(modality, num_classes, shape, vocab_size, is_padded=False)
+        return ResolvedSynthetic(spec, self.eval_samples, model.text_rules)
 
     def open(self, seed: int) -> Data:
         raise BadInput("data", "synthetic", "resolved for a model first: call resolve_source")
@@ -74,99 +73,77 @@ class Synthetic(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticTokens(ResolvedSource):
-    """Random tokens; each target is the next token."""
-
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
+class ResolvedSynthetic(ResolvedSource):
+    """Random samples as `spec` describes them. Samples are views of a pool, whose first half is to train on."""
 
     spec: DataSpec
     eval_samples: int
+    rules: TextRules = field(default_factory=TextRules)
 
     def open(self, seed: int) -> Data:
-        (length,) = self.spec.shape
-        shape = (POOL_SIZE, length + 1)
-        tokens = torch.from_numpy(generator(Stream.POOL, seed).integers(self.spec.num_classes, size=shape))
-        return pooled(self.spec, tokens[:, :-1], tokens[:, 1:], self.eval_samples)
-
-
-@final
-@dataclass(frozen=True)
-class SyntheticLabelledTokens(ResolvedSource):
-    """Random tokens without padding; random classes."""
-
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.LABELLED_TOKENS,)
-
-    spec: DataSpec
-    eval_samples: int
-    rules: TextRules
-
-    def open(self, seed: int) -> Data:
-        (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
-        texts = rng.integers(self.spec.num_tokens, size=(POOL_SIZE, length))
-        labels = torch.from_numpy(rng.integers(self.spec.num_classes, size=POOL_SIZE))
-        inputs = [self.rules.padded(text, length) for text in texts]
-        return pooled(self.spec, inputs, labels, self.eval_samples)
-
-
-@final
-@dataclass(frozen=True)
-class SyntheticMaskedTokens(ResolvedSource):
-    """Random tokens without padding, some of which are to be predicted."""
-
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
-
-    spec: DataSpec
-    eval_samples: int
-
-    def open(self, seed: int) -> Data:
-        rng, shape = generator(Stream.POOL, seed), (POOL_SIZE, *self.spec.shape)
-        tokens = torch.from_numpy(rng.integers(self.spec.num_tokens, size=shape))
-        is_target = torch.from_numpy(rng.random(shape) < MASKED_SHARE)
-        is_target[:, 0] = True
-        inputs = [{IDS: text, MASK: torch.ones_like(text)} for text in tokens]
-        return pooled(self.spec, inputs, tokens.where(is_target, IGNORE), self.eval_samples)
-
-
-@final
-@dataclass(frozen=True)
-class SyntheticPairs(ResolvedSource):
-    """Pairs of random tokens without padding."""
-
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
-
-    spec: DataSpec
-    eval_samples: int
-    rules: TextRules
-
-    def open(self, seed: int) -> Data:
-        (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
-        assert self.spec.layout is not None
-        (target_length,) = self.spec.layout.targets.shape
-        texts, targets = (
-            rng.integers(self.spec.num_tokens, size=(POOL_SIZE, size)) for size in (length, target_length)
+        inputs, targets = DRAWS[self.spec.modality](self.spec, self.rules, generator(Stream.POOL, seed))
+        samples, half = list(zip(inputs, targets, strict=True)), POOL_SIZE // 2
+        shape = "x".join(map(str, self.spec.shape))
+        kind = f"synthetic {self.spec.modality.value} of shape {shape}, {self.spec.num_classes} classes"
+        return Data(
+            self.spec,
+            train=Pool(samples[:half], NUM_SAMPLES),
+            eval=Pool(samples[half:], self.eval_samples),
+            description=f"{kind}: nothing can be learnt",
         )
-        written = [self.rules.decoded(target, target_length) for target in targets]
-        inputs = [
-            {**self.rules.filled(text, length), DECODER_IDS: ids} for text, (ids, _) in zip(texts, written, strict=True)
-        ]
-        return pooled(self.spec, inputs, torch.from_numpy(targets), self.eval_samples)
 
 
-@final
-@dataclass(frozen=True)
-class SyntheticImages(ResolvedSource):
-    """Random pixels of mean 0 and variance 1; random classes."""
+Drawn = tuple[Iterable[Any], Tensor]  # inputs and targets of the samples of a pool
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
 
-    spec: DataSpec
-    eval_samples: int
+def tokens(spec: DataSpec, rules: TextRules, rng: np.random.Generator) -> Drawn:
+    """Each target is the next token."""
+    (length,) = spec.shape
+    drawn = torch.from_numpy(rng.integers(spec.num_classes, size=(POOL_SIZE, length + 1)))
+    return drawn[:, :-1], drawn[:, 1:]
 
-    def open(self, seed: int) -> Data:
-        rng = generator(Stream.POOL, seed)
-        images = torch.from_numpy(rng.standard_normal((POOL_SIZE, *self.spec.shape), dtype=np.float32))
-        labels = torch.from_numpy(rng.integers(self.spec.num_classes, size=POOL_SIZE))
-        return pooled(self.spec, images, labels, self.eval_samples)
+
+def labelled_tokens(spec: DataSpec, rules: TextRules, rng: np.random.Generator) -> Drawn:
+    """Without padding."""
+    (length,) = spec.shape
+    texts = rng.integers(spec.num_tokens, size=(POOL_SIZE, length))
+    labels = torch.from_numpy(rng.integers(spec.num_classes, size=POOL_SIZE))
+    return [rules.padded(text, length) for text in texts], labels
+
+
+def masked_tokens(spec: DataSpec, rules: TextRules, rng: np.random.Generator) -> Drawn:
+    """Without padding; some of the tokens are to be predicted."""
+    shape = (POOL_SIZE, *spec.shape)
+    drawn = torch.from_numpy(rng.integers(spec.num_tokens, size=shape))
+    is_target = torch.from_numpy(rng.random(shape) < MASKED_SHARE)
+    is_target[:, 0] = True
+    return [{IDS: text, MASK: torch.ones_like(text)} for text in drawn], drawn.where(is_target, IGNORE)
+
+
+def pairs(spec: DataSpec, rules: TextRules, rng: np.random.Generator) -> Drawn:
+    """Without padding."""
+    (length,) = spec.shape
+    assert spec.layout is not None
+    (target_length,) = spec.layout.targets.shape
+    texts, targets = (rng.integers(spec.num_tokens, size=(POOL_SIZE, size)) for size in (length, target_length))
+    written = [rules.decoded(target, target_length) for target in targets]
+    inputs = [{**rules.filled(text, length), DECODER_IDS: ids} for text, (ids, _) in zip(texts, written, strict=True)]
+    return inputs, torch.from_numpy(targets)
+
+
+def images(spec: DataSpec, rules: TextRules, rng: np.random.Generator) -> Drawn:
+    """Pixels of mean 0 and variance 1."""
+    drawn = torch.from_numpy(rng.standard_normal((POOL_SIZE, *spec.shape), dtype=np.float32))
+    return drawn, torch.from_numpy(rng.integers(spec.num_classes, size=POOL_SIZE))
+
+
+DRAWS = {
+    Modality.TOKENS: tokens,
+    Modality.LABELLED_TOKENS: labelled_tokens,
+    Modality.MASKED_TOKENS: masked_tokens,
+    Modality.PAIRS: pairs,
+    Modality.IMAGES: images,
+}
 
 
 @final
@@ -181,16 +158,3 @@ class Pool(Samples):
 
     def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
         return self.samples[index % len(self.samples)]
-
-
-def pooled(spec: DataSpec, inputs: Iterable[Any], targets: Tensor, eval_samples: int) -> Data:
-    """Data whose samples are the first half of a pool, the other half held out. Samples are views of the tensors."""
-    samples, half = list(zip(inputs, targets, strict=True)), POOL_SIZE // 2
-    shape = "x".join(map(str, spec.shape))
-    kind = f"synthetic {spec.modality.value} of shape {shape}, {spec.num_classes} classes"
-    return Data(
-        spec,
-        train=Pool(samples[:half], NUM_SAMPLES),
-        eval=Pool(samples[half:], eval_samples),
-        description=f"{kind}: nothing can be learnt",
-    )

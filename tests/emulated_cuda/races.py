@@ -28,7 +28,7 @@ from lowvram.core.step import step
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.loader import Inline, Loader, Workers
 from lowvram.data.source import Samples
-from lowvram.data.synthetic import SyntheticImages, SyntheticTokens
+from lowvram.data.synthetic import ResolvedSynthetic
 from lowvram.knobs.offload import Activations, ActivationsOnDisk
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
 from tests.emulated_cuda import late
@@ -39,8 +39,8 @@ TOLERANCE = 1e-11  # relative, for fp64 sums in another order
 CUDA = torch.device("cuda", 0)
 NUM_STEPS, BATCH_SIZE = 3, 4
 SAMPLES: dict[str, Samples] = {
-    "transformer": SyntheticTokens(PROBLEMS["transformer"].spec, 1).open(seed=0).train,
-    "resnet_group": SyntheticImages(PROBLEMS["resnet_group"].spec, 1).open(seed=0).train,
+    "transformer": ResolvedSynthetic(PROBLEMS["transformer"].spec, 1).open(seed=0).train,
+    "resnet_group": ResolvedSynthetic(PROBLEMS["resnet_group"].spec, 1).open(seed=0).train,
 }
 Choices = Mapping[str, str | Knob]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lowvram.data.synthetic import SyntheticTokens
+from lowvram.data.synthetic import ResolvedSynthetic
 from lowvram.loops.origins import differences, origins_of
 from tests.calls import Outcome
 from tests.laboratory import TOKENS
@@ -19,7 +19,7 @@ TEXT += ("model.num_layers=1", "model.width=32", "model.num_heads=2", "logger=no
 
 def test_frozen_weights_and_samples_that_changed_are_named() -> None:
     first, second = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
-    model, data = nn.Sequential(first, second), SyntheticTokens(TOKENS, 8).open(0)
+    model, data = nn.Sequential(first, second), ResolvedSynthetic(TOKENS, 8).open(0)
     state = torch.get_rng_state()
     saved = origins_of(data, model, {"0.weight", "0.bias"})
     assert torch.equal(torch.get_rng_state(), state)
@@ -29,7 +29,7 @@ def test_frozen_weights_and_samples_that_changed_are_named() -> None:
         second.weight.zero_()  # trains: it is in the snapshot
     (line,) = differences(origins_of(data, model, {"0.weight", "0.bias"}), saved)
     assert line.startswith("frozen weights aren't those of the snapshot (0.weight)")
-    (line,) = differences(origins_of(SyntheticTokens(TOKENS, 8).open(1), model, set()), saved)
+    (line,) = differences(origins_of(ResolvedSynthetic(TOKENS, 8).open(1), model, set()), saved)
     assert line.startswith("the data aren't those of the snapshot (other samples)")
 
 
