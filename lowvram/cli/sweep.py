@@ -17,7 +17,8 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.identity import point_name
-from lowvram.config.run_names import key_of, run_name
+from lowvram.config.run_names import run_name
+from lowvram.config.words import key as key_of
 
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 POINT = "point:"  # and the name of a point before: in a list of points, the folder of that point

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lowvram.config.code_names import PRESETS
 from lowvram.config.defaults import CONF
-from lowvram.config.run_names import key_of
+from lowvram.config.words import key as key_of
 
 SWEEPER = "hydra.sweeper"
 SWEEP_FLAGS, FOLDER_FLAGS = ("-m", "--multirun"), ("-cd", "--config-dir")

@@ -14,6 +14,7 @@ from lowvram.config.defaults import CONF, default_options
 from lowvram.config.identity import NOT_IDENTITY
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import ROOT_KEYS
+from lowvram.config.words import key as key_of
 
 BASELINE = "baseline"  # the name of a run that changes nothing
 LONGEST, LONGEST_VALUE = 100, 30  # characters
@@ -51,11 +52,6 @@ def sweep_group(folder: Path, axes: Sequence[str]) -> str:
         return _cut(text_without_secrets(folder.name), LONGEST)
     named = [axis.rpartition(".")[2] for axis in axes[:NUM_AXES]] + ["…"] * (len(axes) > NUM_AXES)
     return f"{folder.parent.name} {time[1]}:{time[2]} {'×'.join(named)}".rstrip()
-
-
-def key_of(word: str) -> str:
-    """The dotted key of an override, without the signs that add or remove it."""
-    return word.partition("=")[0].lstrip("+~")
 
 
 def _is_named(key: str, value: str, swept: Collection[str]) -> bool:

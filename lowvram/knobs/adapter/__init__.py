@@ -2,8 +2,7 @@
 
 from lowvram.knobs.adapter.badam import BAdam, Order
 from lowvram.knobs.adapter.freeze import Freeze, NoAdapter
-from lowvram.knobs.adapter.lisa import Lisa
 from lowvram.knobs.adapter.lora import Lora, QLora
-from lowvram.knobs.adapter.progressive import Progressive
+from lowvram.knobs.adapter.over_time import Lisa, Progressive
 
 __all__ = ["BAdam", "Freeze", "Lisa", "Lora", "NoAdapter", "Order", "Progressive", "QLora"]

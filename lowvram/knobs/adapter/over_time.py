@@ -1,5 +1,9 @@
 """Options with which, in each step, only some blocks of the model train: which ones follows from the seed and the step
-alone. The others have no gradients and no optimizer state in that step."""
+alone. The others have no gradients and no optimizer state in that step.
+
+adapter=lisa: Pan et al., "LISA: Layerwise Importance Sampling for Memory-Efficient Large Language Model Fine-Tuning"
+(2024). adapter=progressive: Brock et al., "FreezeOut: Accelerate Training by Progressively Freezing Layers" (2017).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,15 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
+from lowvram.core.heaviest import extremes
 from lowvram.core.misfits import TAKES_PART
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import Rig
+from lowvram.core.seeds import generator_for
 from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.adapter.parts import Frozen
-from lowvram.knobs.adapter.units import Units
+from lowvram.knobs.adapter.units import BEFORE, Units
 
 MOST_WITHOUT = 10  # parts in a row in which a model may leave out all blocks that train
 Active = frozenset[int]  # the numbers of the units that train, see `Units`
@@ -134,3 +140,62 @@ def check_period(blocks: int, every: int) -> None:
 
 def blocks_train(num: int) -> str:
     return "1 block trains" if num == 1 else f"{num} blocks train"
+
+
+@final
+@dataclass(frozen=True)
+class Lisa(OverTime):
+    """`blocks` random blocks train at a time, drawn anew every so many steps, with everything outside the blocks. All
+    draws are equally probable, as in the paper."""
+
+    blocks: int = 2
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        check_period(self.blocks, self.every)
+
+    def what_rests(self) -> str:
+        return f"only {blocks_train(self.blocks)} at a time, drawn anew every {self.every} steps"
+
+    def active(self, step: int, num_blocks: int, seed: int) -> Active:
+        generator = generator_for(seed, f"lisa {step // self.every}", torch.device("cpu"))
+        drawn = torch.randperm(num_blocks, generator=generator)[: self.blocks]
+        return frozenset((1 + drawn).tolist()) | {BEFORE, num_blocks + 1}
+
+    def heaviest(self, sizes: Sequence[int]) -> list[Active]:
+        last = len(sizes) - 1
+        return [chosen | {BEFORE, last} for chosen in extremes(range(1, last), self.blocks, sizes)]
+
+
+@final
+@dataclass(frozen=True)
+class Progressive(OverTime):
+    """Every `every` steps one more unit freezes for good: what comes before the blocks, then one block after another.
+    The last block trains to the end, and what follows it. Autograd stops at the lowest block that trains, so those
+    below it keep no activations either."""
+
+    every: int = 100
+    frozen: int = 0
+    most: int | None = None
+
+    saves = None  # at the first steps the whole model trains, unless `frozen` says otherwise
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "adapter.every", self.every, "at least 1 step")
+        require(self.frozen >= 0, "adapter.frozen", self.frozen, "at least 0 units")
+        allowed = f"null (all but the last block) or at least adapter.frozen={self.frozen}"
+        require(self.most is None or self.most >= self.frozen, "adapter.most", self.most, allowed)
+
+    def what_rests(self) -> str:
+        return f"the model freezes from the bottom up, one block more every {self.every} steps"
+
+    def num_frozen(self, step: int, num_blocks: int) -> int:
+        """The number of units that are frozen in a step."""
+        most = num_blocks if self.most is None else min(self.most, num_blocks)
+        return min(self.frozen + step // self.every, most)
+
+    def active(self, step: int, num_blocks: int, seed: int) -> Active:
+        return frozenset(range(self.num_frozen(step, num_blocks), num_blocks + 2))
+
+    def heaviest(self, sizes: Sequence[int]) -> list[Active]:
+        return [self.active(0, len(sizes) - 2, 0)]

@@ -15,7 +15,7 @@ from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness
 from lowvram.knobs.optimizer.companding import Companded, Root, Softsign
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import AdamKnob, decayed
+from lowvram.knobs.optimizer.groups import AdamKnob
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import MOMENTUM, SGD, AdamW
 from lowvram.knobs.optimizer.state_formats import StateFormat
@@ -45,9 +45,7 @@ class AdamWCompanded(AdamKnob):
         return AdamW(**asdict(self))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
-        betas = (self.beta1, self.beta2)
-        inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return with_fp32_compute(inner, policy or RoundingPolicy(), FORMATS, PIECE_ELEMENTS)
+        return with_fp32_compute(self.adamw(parameters), policy or RoundingPolicy(), FORMATS, PIECE_ELEMENTS)
 
 
 @final

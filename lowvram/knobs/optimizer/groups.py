@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lowvram.config.errors import require
 from lowvram.core.copies import original
@@ -75,3 +75,8 @@ class AdamKnob(OptimizerKnob, ABC):
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_adam(self.beta1, self.beta2, self.eps)
+
+    def adamw(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """torch's AdamW with these values."""
+        groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
+        return AdamW(groups, self.lr, betas, self.eps, fused=True)

@@ -20,7 +20,7 @@ from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.rig import Rig
 from lowvram.core.structure import known_last_weights
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
-from lowvram.knobs.optimizer.groups import AdamKnob, decayed
+from lowvram.knobs.optimizer.groups import AdamKnob
 from lowvram.knobs.optimizer.state_formats import StateFormat
 
 LINEAR_AND_CONVOLUTIONS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -64,9 +64,7 @@ class MatrixKnob(AdamKnob, ABC):
         if matrices:
             optimizers[self.rule] = with_fp32_compute(self.of_matrices(matrices), policy, self.formats)
         if others:
-            betas = (self.beta1, self.beta2)
-            adamw = torch.optim.AdamW(decayed(others, self.weight_decay), self.lr, betas, self.eps, fused=True)
-            optimizers[OTHERS] = with_fp32_compute(adamw, policy, self.formats, PIECE_ELEMENTS)
+            optimizers[OTHERS] = with_fp32_compute(self.adamw(others), policy, self.formats, PIECE_ELEMENTS)
         return ByRule(optimizers)
 
     def adam_fields(self) -> dict[str, Any]:

@@ -49,9 +49,9 @@ class AdamW(AdamKnob):
         return replace(self, moments=Moments.fp32)
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
-        betas = (self.beta1, self.beta2)
-        inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return with_fp32_compute(inner, policy or RoundingPolicy(), self.moments.formats(), PIECE_ELEMENTS)
+        return with_fp32_compute(
+            self.adamw(parameters), policy or RoundingPolicy(), self.moments.formats(), PIECE_ELEMENTS
+        )
 
 
 @dataclass(frozen=True)
