@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lowvram.core.assemble import bare_model
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
-from lowvram.knobs.tile.mlps import USUAL_NAMES, Mlps, find_mlps
+from lowvram.knobs.tile.mlps import USUAL_NAMES, Mlps
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto
+from tests.core.probes.structures import structure_of
 from tests.hugging import tiny
 from tests.laboratory import PROBLEMS
 
@@ -110,7 +111,7 @@ class Chunked(nn.Module):
 def found(block: nn.Module, names: Any = USUAL_NAMES, shape: tuple[int, ...] = (2, 5, WIDTH)) -> list[str]:
     with torch.device("meta"):
         model = nn.Sequential(block)
-    places = find_mlps(model, lambda model, x: model(x), torch.zeros(shape), list(model), names)
+    places = Mlps(tuple(names)).find(structure_of(model, torch.zeros(shape), list(model)))
     return [".".join(place) for place in places]
 
 
@@ -142,7 +143,7 @@ def test_the_model_is_left_as_it_was() -> None:
     block = Block(Wide())
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     model = nn.Sequential(block)
-    find_mlps(model, lambda model, x: model(x), torch.zeros(2, 5, WIDTH), list(model), USUAL_NAMES)
+    Mlps().find(structure_of(model, torch.zeros(2, 5, WIDTH), list(model)))
     assert "forward" not in vars(block.mixer["mlp"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
 

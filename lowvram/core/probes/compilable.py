@@ -7,7 +7,6 @@ each step, and its backward pass reads tensors that the forward pass has changed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -19,7 +18,7 @@ from lowvram.compat.torch_modules import BatchNorm, own_buffers
 from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.places import containers_in, tensors_in
-from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import tried
 from lowvram.core.probes.writes import Writes
 from lowvram.core.repeat import First, Repeatable
 from lowvram.core.structure import Probe, Structure
@@ -48,46 +47,25 @@ class CompileObstacles(Probe[Obstacles]):
     compiles_blocks: bool
 
     def find(self, known: Structure) -> Obstacles:
+        """The first of each kind."""
         blocks = known.blocks if self.repeats_blocks or self.compiles_blocks else []
         compiled = blocks if self.compiles_blocks else [known.model]
-        return find_obstacles(known.model, known.call, known.short_example(2), blocks, compiled)
+        name_of = {module: name for name, module in known.model.named_modules()}
+        looks, compiled_looks = list[Pass](), list[Pass]()
 
+        def watched(copy: nn.Module, fake: Any) -> Obstacles:
+            for module in blocks:
+                watch(copy.get_submodule(name_of[module]), looks)
+            for module in compiled:
+                watch(copy.get_submodule(name_of[module]), compiled_looks)
+            known.call(copy, fake)
+            return Obstacles(
+                next((what for each in looks if (what := unrepeatable(each)) is not None), None),
+                next((what for each in compiled_looks if (what := uncompilable(each)) is not None), None),
+            )
 
-def find_obstacles(
-    model: nn.Module,
-    call: Callable[[nn.Module, Any], Any],
-    inputs: Any,
-    blocks: Sequence[nn.Module],
-    compiled: Sequence[nn.Module],
-) -> Obstacles:
-    """The first of each kind; none if the model can't run on fake tensors.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-        blocks: those of the model's modules that may be computed again.
-        compiled: those that are compiled.
-    """
-    name_of = {module: name for name, module in model.named_modules()}
-    looks, compiled_looks = list[Pass](), list[Pass]()
-
-    def watched(copy: nn.Module, fake: Any) -> None:
-        for module in blocks:
-            watch(copy.get_submodule(name_of[module]), looks)
-        for module in compiled:
-            watch(copy.get_submodule(name_of[module]), compiled_looks)
-        call(copy, fake)
-
-    try:
-        fake_pass(model, watched, inputs)
-    except Exception as error:
         unknown = "whether its forward pass draws, or changes what it holds; if it does, choose compile=none"
-        tell_untried(model, unknown, error)
-        return Obstacles()
-    return Obstacles(
-        next((what for each in looks if (what := unrepeatable(each)) is not None), None),
-        next((what for each in compiled_looks if (what := uncompilable(each)) is not None), None),
-    )
+        return tried(known.model, watched, known.short_example(2), unknown, Obstacles())
 
 
 @final

@@ -6,7 +6,6 @@ numpy, of Python and of the model's own are seen by the states of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -31,34 +30,22 @@ class FirstDraw(Probe[str | None]):
     """What draws random numbers while the model trains, and what the user can do about it; None if nothing does."""
 
     def find(self, known: Structure) -> str | None:
-        return find_draw(known.model, known.call, known.short_example(2))
+        def watched(copy: nn.Module, fake: Any) -> str | None:
+            drawing = Drawing(copy)
+            before = states_of([*global_sources(), *sources_of(copy)])
+            with drawing:
+                known.call(copy, fake)
+            other = next((source.name for source, _ in moved(before)), None)
+            return drawing.first or (other and f"the model, from {other},")
+
+        try:
+            who = fake_pass(known.model, watched, known.short_example(2))
+        except Exception as error:
+            return f"this model can't be tried without memory ({first_line(error)}): choose another option"
+        return None if who is None else f"{who} does: {MEND}"
 
 
 NO_RANDOMNESS = ModelFact("the model draws no random numbers", lambda known: known.get(FirstDraw()))
-
-
-def find_draw(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> str | None:
-    """What draws, with what the user can do about it; None if nothing does. The model may be on any device and isn't
-    changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-    """
-
-    def watched(copy: nn.Module, fake: Any) -> str | None:
-        drawing = Drawing(copy)
-        before = states_of([*global_sources(), *sources_of(copy)])
-        with drawing:
-            call(copy, fake)
-        other = next((source.name for source, _ in moved(before)), None)
-        return drawing.first or (other and f"the model, from {other},")
-
-    try:
-        who = fake_pass(model, watched, inputs)
-    except Exception as error:
-        return f"this model can't be tried without memory ({first_line(error)}): choose another option"
-    return None if who is None else f"{who} does: {MEND}"
 
 
 @final

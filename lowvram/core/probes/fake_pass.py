@@ -55,16 +55,20 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any,
                 cached.cache_clear()
 
 
-def tell_untried(model: nn.Module, unknown: str, error: Exception) -> None:
-    """Say once of each model's class that a trial has failed.
+def tried(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any, unknown: str, otherwise: T) -> T:
+    """What `run` finds in a `fake_pass`; if the model can't run so, `otherwise`, which is said once of each class.
 
     Args:
-        unknown: what nobody knows now, and what the user can do about it.
-        error: that of the trial.
+        unknown: what nobody knows then, and what the user can do about it.
     """
-    if all_ranks().is_first and (type(model), unknown) not in UNTRIED:
-        UNTRIED.add((type(model), unknown))
-        print(f"note: this model can't be tried without memory, so that nobody knows {unknown} ({first_line(error)})")
+    try:
+        return fake_pass(model, run, inputs)
+    except Exception as error:
+        if all_ranks().is_first and (type(model), unknown) not in UNTRIED:
+            UNTRIED.add((type(model), unknown))
+            why = first_line(error)
+            print(f"note: this model can't be tried without memory, so that nobody knows {unknown} ({why})")
+        return otherwise
 
 
 @contextmanager

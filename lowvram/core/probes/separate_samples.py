@@ -8,7 +8,6 @@ training, where some compare samples. What NaN doesn't pass through, alone.py se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,7 +32,27 @@ class SeparateBlocks(Probe[dict[str, int]]):
     begins with such a tensor and else holds None. Empty if they aren't known."""
 
     def find(self, known: Structure) -> dict[str, int]:
-        return find_separate_blocks(known.model, known.call, known.short_example, known.blocks)
+        name_of = {module: name for name, module in known.model.named_modules()}
+        names = [name_of[block] for block in known.blocks]
+        batches = [known.short_example(num_samples) for num_samples in (2, 3)]
+        try:
+            of_two, of_three = (uses_of(known.model, known.call, inputs, names) for inputs in batches)
+        except Exception:
+            return {}
+        verdicts: dict[str, bool] = {}  # blocks are alike: each kind is checked once
+        found: dict[str, int] = {}
+        for name in of_two.keys() & of_three.keys():
+            module, use = known.model.get_submodule(name), of_two[name]
+            kind = f"{type(module)} {module} {[getattr(leaf, 'shape', leaf) for leaf in use.leaves]}"
+            if kind not in verdicts:
+                verdicts[kind] = (
+                    has_rows(use, of_three[name])
+                    and keeps_samples_apart(module, use)
+                    and is_same_alone(module, call_of(use))
+                )
+            if verdicts[kind]:
+                found[name] = 0 if isinstance(use.output, Tensor) else len(use.output)
+        return {name: found[name] for name in names if name in found}
 
 
 SEPARATE_SAMPLES = ModelFact(
@@ -43,42 +62,6 @@ SEPARATE_SAMPLES = ModelFact(
         "not known of this model: leave tile=none, and choose ckpt and accum",
     ),
 )
-
-
-def find_separate_blocks(
-    model: nn.Module,
-    call: Callable[[nn.Module, Any], Any],
-    inputs_of: Callable[[int], Any],
-    blocks: Sequence[nn.Module],
-) -> dict[str, int]:
-    """The dotted names of the blocks that keep samples apart, and how many values each returns, as
-    `SeparateBlocks` counts them. The model may be on any device and isn't changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs_of: the inputs of so many samples, on the CPU.
-    """
-    name_of = {module: name for name, module in model.named_modules()}
-    names = [name_of[block] for block in blocks]
-    batches = [inputs_of(num_samples) for num_samples in (2, 3)]
-    try:
-        of_two, of_three = (uses_of(model, call, inputs, names) for inputs in batches)
-    except Exception:
-        return {}
-    verdicts: dict[str, bool] = {}  # blocks are alike: each kind is checked once
-    found: dict[str, int] = {}
-    for name in of_two.keys() & of_three.keys():
-        module, use = model.get_submodule(name), of_two[name]
-        kind = f"{type(module)} {module} {[getattr(leaf, 'shape', leaf) for leaf in use.leaves]}"
-        if kind not in verdicts:
-            verdicts[kind] = (
-                has_rows(use, of_three[name])
-                and keeps_samples_apart(module, use)
-                and is_same_alone(module, call_of(use))
-            )
-        if verdicts[kind]:
-            found[name] = 0 if isinstance(use.output, Tensor) else len(use.output)
-    return {name: found[name] for name in names if name in found}
 
 
 def has_rows(of_two: Use, of_three: Use) -> bool:

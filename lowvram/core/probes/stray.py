@@ -3,7 +3,7 @@ elsewhere (FSDP, host memory), and put them into the block's modules while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_autograd import current_node, hooks_of_tensor
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import tried
 from lowvram.core.structure import Probe, Structure
 
 OURS = "lowvram"
@@ -27,36 +27,22 @@ class StrayRead(Probe[str | None]):
     compute, as a clause for messages; None if it reads none so, or that isn't known."""
 
     def find(self, known: Structure) -> str | None:
-        return find_stray(known.model, known.call, known.short_example(2), known.blocks)
+        """Also a hook of a parameter, which options that put other weights in the place would drop."""
+        for name, weight in known.model.named_parameters():
+            if any(is_others(hook) for hooks in hooks_of_tensor(weight) for hook in (hooks or {}).values()):
+                return f"{name} has a hook, which would be dropped"
+        names = {module: name for name, module in known.model.named_modules()}
+        blocks = [names[block] for block in known.blocks]
 
+        def watched(copy: nn.Module, fake: Any) -> str | None:
+            reads = Reads(copy, [copy.get_submodule(block) for block in blocks])
+            with reads:
+                known.call(copy, fake)
+            return next(iter(reads.found), None)
 
-def find_stray(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, blocks: Sequence[nn.Module]
-) -> str | None:
-    """The first such way, as a clause for messages, or a hook of a parameter, which such options would drop. None if
-    there is none, or the model can't run on fake tensors. The model may be on any device and isn't changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-    """
-    for name, weight in model.named_parameters():
-        if any(is_others(hook) for hooks in hooks_of_tensor(weight) for hook in (hooks or {}).values()):
-            return f"{name} has a hook, which would be dropped"
-    names = {module: name for name, module in model.named_modules()}
-
-    def watched(copy: nn.Module, fake: Any) -> str | None:
-        reads = Reads(copy, [copy.get_submodule(names[block]) for block in blocks])
-        with reads:
-            call(copy, fake)
-        return next(iter(reads.found), None)
-
-    try:
-        return fake_pass(model, watched, inputs)
-    except Exception as error:
         unknown = "whether it reads weights otherwise than by calling their modules"
-        tell_untried(model, f"{unknown}; if it does, leave offload=none and sharding=none", error)
-        return None
+        unknown += "; if it does, leave offload=none and sharding=none"
+        return tried(known.model, watched, known.short_example(2), unknown, None)
 
 
 def is_others(hook: Any) -> bool:

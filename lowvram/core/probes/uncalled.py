@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from lowvram.compat.torch_autograd import current_node
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import tried
 from lowvram.core.structure import Probe, Structure
 
 
@@ -23,38 +23,23 @@ class Uncalled(Probe[frozenset[str]]):
     """The names of layers with whose weights a forward pass computes without calling them, as far as it is known."""
 
     def find(self, known: Structure) -> frozenset[str]:
-        return find_uncalled(known.model, known.call, known.short_example(2))
+        def watched(copy: nn.Module, fake: Any) -> frozenset[str]:
+            weights = {
+                name: weight.untyped_storage()
+                for name, module in copy.named_modules()
+                if (weight := dict(module.named_parameters(recurse=False)).get("weight")) is not None
+            }
+            used = Used(weights.values())
+            for module in copy.modules():
+                own = {id(tensor.untyped_storage()) for tensor in module.parameters(recurse=False)}
+                module.register_forward_pre_hook(partial(used.begin, own))  # after the hooks of others
+                module.register_forward_hook(used.end, prepend=True)  # before them
+            with used:
+                known.call(copy, fake)
+            return frozenset(name for name, storage in weights.items() if id(storage) in used.found)
 
-
-def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> frozenset[str]:
-    """The names of such layers; none if the model can't run on fake tensors. It may be on any device and isn't changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-    """
-
-    def watched(copy: nn.Module, fake: Any) -> frozenset[str]:
-        weights = {
-            name: weight.untyped_storage()
-            for name, module in copy.named_modules()
-            if (weight := dict(module.named_parameters(recurse=False)).get("weight")) is not None
-        }
-        used = Used(weights.values())
-        for module in copy.modules():
-            own = {id(tensor.untyped_storage()) for tensor in module.parameters(recurse=False)}
-            module.register_forward_pre_hook(partial(used.begin, own))  # after the hooks of others
-            module.register_forward_hook(used.end, prepend=True)  # before them
-        with used:
-            call(copy, fake)
-        return frozenset(name for name, storage in weights.items() if id(storage) in used.found)
-
-    try:
-        return fake_pass(model, watched, inputs)
-    except Exception as error:
         unknown = "whether it calls each layer; an adapter or qat has no effect on a layer whose weight it only reads"
-        tell_untried(model, unknown, error)
-        return frozenset()
+        return tried(known.model, watched, known.short_example(2), unknown, frozenset())
 
 
 @final

@@ -7,7 +7,6 @@ weight. One forward pass on fake tensors tells; a weight's version wouldn't, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -17,7 +16,7 @@ from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import hooks_of
 from lowvram.compat.torch_ops import schema_of
 from lowvram.core.fact import ModelFact
-from lowvram.core.probes.fake_pass import fake_pass, tell_untried
+from lowvram.core.probes.fake_pass import tried
 from lowvram.core.structure import Probe, Structure
 
 # Packages whose modules write into no weight, but for the following, and by hooks and forward passes that others give
@@ -39,7 +38,30 @@ class WrittenWeights(Probe[Written]):
     """Which weights a forward pass writes into."""
 
     def find(self, known: Structure) -> Written:
-        return find_written(known.model, known.call, known.short_example(2), known.blocks)
+        """The first weight of each kind."""
+        if not any(may_write(module) for module in known.model.modules()):
+            return Written()
+        names = {module: name for name, module in known.model.named_modules()}
+        blocks = [names[block] for block in known.blocks]
+
+        def watched(copy: nn.Module, fake: Any) -> Written:
+            everywhere, in_blocks = Writes(), Writes()
+            for block in blocks:
+                watch(copy.get_submodule(block), in_blocks)
+            held = {name: (weight, weight.untyped_storage()) for name, weight in copy.named_parameters()}
+            with everywhere:
+                known.call(copy, fake)
+            of_blocks = {name for name in held if any(name.startswith(f"{block}.") for block in blocks)}
+            written = [name for name, place in held.items() if is_written(copy.get_parameter(name), *place, everywhere)]
+            replaced = [name for name in written if name in of_blocks and held[name][1] not in everywhere]
+            return Written(
+                next(iter(written), None),
+                next((name for name in written if held[name][1] in in_blocks or name in replaced), None),
+            )
+
+        unknown = "whether its forward pass writes into its weights"
+        unknown += "; if it does, leave ckpt, tile, offload and the like neutral"
+        return tried(known.model, watched, known.short_example(2), unknown, Written())
 
 
 def remedy_for(name: str | None) -> str | None:
@@ -54,42 +76,6 @@ STEADY_BLOCKS = ModelFact(
     "a block's forward pass leaves its weights as they are",
     lambda known: remedy_for(known.get(WrittenWeights()).in_blocks),
 )
-
-
-def find_written(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, blocks: Sequence[nn.Module]
-) -> Written:
-    """The first weight of each kind. The model may be on any device and isn't changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-    """
-    if not any(may_write(module) for module in model.modules()):
-        return Written()
-    names = {module: name for name, module in model.named_modules()}
-
-    def watched(copy: nn.Module, fake: Any) -> Written:
-        everywhere, in_blocks = Writes(), Writes()
-        for block in blocks:
-            watch(copy.get_submodule(names[block]), in_blocks)
-        held = {name: (weight, weight.untyped_storage()) for name, weight in copy.named_parameters()}
-        with everywhere:
-            call(copy, fake)
-        of_blocks = {name for name in held if any(name.startswith(f"{names[block]}.") for block in blocks)}
-        written = [name for name, place in held.items() if is_written(copy.get_parameter(name), *place, everywhere)]
-        replaced = [name for name in written if name in of_blocks and held[name][1] not in everywhere]
-        return Written(
-            next(iter(written), None),
-            next((name for name in written if held[name][1] in in_blocks or name in replaced), None),
-        )
-
-    try:
-        return fake_pass(model, watched, inputs)
-    except Exception as error:
-        unknown = "whether its forward pass writes into its weights"
-        tell_untried(model, f"{unknown}; if it does, leave ckpt, tile, offload and the like neutral", error)
-        return Written()
 
 
 def may_write(module: nn.Module) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core.probes.calls import Use, is_per_sample, uses_of
@@ -20,31 +19,17 @@ class SameShape(Probe[dict[str, int]]):
     given, and how many values each returns, as `SeparateBlocks` counts them. Empty if they aren't known."""
 
     def find(self, known: Structure) -> dict[str, int]:
-        return find_same_shape(known.model, known.call, known.short_example(2), known.blocks)
+        name_of = {module: name for name, module in known.model.named_modules()}
+        names = [name_of[block] for block in known.blocks]
+        try:
+            uses = uses_of(known.model, known.call, known.short_example(2), names)
+        except Exception:  # of code that we don't know: its blocks aren't known
+            return {}
+        found = {name: uses[name] for name in names if name in uses and keeps_shape(uses[name])}
+        return {name: 0 if isinstance(use.output, Tensor) else len(use.output) for name, use in found.items()}
 
 
 LEAVE_DEPTH = "not known of this model: leave depth=none"
-
-
-def find_same_shape(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs_of_two: Any, blocks: Sequence[nn.Module]
-) -> dict[str, int]:
-    """The dotted names of the blocks that return a tensor like the first one that they are given, and how many values
-    each returns, as `SeparateBlocks` counts them: found in a forward pass on fake tensors. The model may be on
-    any device and isn't changed.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs_of_two: the inputs of two samples, on the CPU.
-    """
-    name_of = {module: name for name, module in model.named_modules()}
-    names = [name_of[block] for block in blocks]
-    try:
-        uses = uses_of(model, call, inputs_of_two, names)
-    except Exception:  # of code that we don't know: its blocks aren't known
-        return {}
-    found = {name: uses[name] for name in names if name in uses and keeps_shape(uses[name])}
-    return {name: 0 if isinstance(use.output, Tensor) else len(use.output) for name, use in found.items()}
 
 
 def keeps_shape(use: Use) -> bool:

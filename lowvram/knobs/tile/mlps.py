@@ -44,7 +44,23 @@ class Mlps(Probe[tuple[Place, ...]]):
     names: tuple[str, ...] = USUAL_NAMES
 
     def find(self, known: Structure) -> tuple[Place, ...]:
-        return find_mlps(known.model, known.call, known.example(2), known.blocks, self.names)
+        name_of = {module: name for name, module in known.model.named_modules()}
+        places = [place for block in known.blocks for place in named(block, name_of[block], self.names)]
+        uses = uses_of(places, known) if places else {}
+        verdicts: dict[str, bool] = {}  # blocks are alike: each kind of MLP is checked once
+        found: list[Place] = []
+        for (owner, method), use in uses.items():
+            module = known.model.get_submodule(owner)
+            kind = f"{type(module)} {module} {method} {[(each.shape, each.dtype) for each in use.like]}"
+            if kind not in verdicts:
+                verdicts[kind] = (
+                    use.is_plain
+                    and keeps_tokens_apart(module, method, use.like)
+                    and is_same_alone(module, call_of(method, use.like))
+                )
+            if verdicts[kind]:
+                found.append((owner, method))
+        return tuple(found)
 
 
 MLPS = ModelFact(
@@ -69,40 +85,6 @@ class Use(NamedTuple):
     like: tuple[Tensor, ...]  # its inputs
 
 
-def find_mlps(
-    model: nn.Module,
-    call: Callable[[nn.Module, Any], Any],
-    inputs: Any,
-    blocks: Sequence[nn.Module],
-    names: Sequence[str],
-) -> tuple[Place, ...]:
-    """Find the MLPs of the blocks of a model on any device, without changing it. None are found if the model can't run
-    on fake tensors.
-
-    Args:
-        call: calls the model on inputs and returns its outputs.
-        inputs: of two samples or more, on the CPU.
-        names: of modules or methods, as the blocks call them.
-    """
-    name_of = {module: name for name, module in model.named_modules()}
-    places = [place for block in blocks for place in named(block, name_of[block], names)]
-    uses = uses_of(places, model, call, inputs) if places else {}
-    verdicts: dict[str, bool] = {}  # blocks are alike: each kind of MLP is checked once
-    found: list[Place] = []
-    for (owner, method), use in uses.items():
-        module = model.get_submodule(owner)
-        kind = f"{type(module)} {module} {method} {[(each.shape, each.dtype) for each in use.like]}"
-        if kind not in verdicts:
-            verdicts[kind] = (
-                use.is_plain
-                and keeps_tokens_apart(module, method, use.like)
-                and is_same_alone(module, call_of(method, use.like))
-            )
-        if verdicts[kind]:
-            found.append((owner, method))
-    return tuple(found)
-
-
 def named(module: nn.Module, name: str, names: Sequence[str]) -> Iterator[Place]:
     """The outermost modules below `module`, and methods of it and of those, that have one of the names."""
     for method in names:
@@ -117,19 +99,18 @@ def named(module: nn.Module, name: str, names: Sequence[str]) -> Iterator[Place]
             yield from named(child, dotted, names)
 
 
-def uses_of(
-    places: Sequence[Place], model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any
-) -> dict[Place, Use]:
-    """How one forward pass of the model calls methods, in the order in which they first return."""
+def uses_of(places: Sequence[Place], known: Structure) -> dict[Place, Use]:
+    """How one forward pass of the model calls methods, in the order in which they first return; none if it can't run on
+    fake tensors."""
     uses: dict[Place, Use] = {}
 
     def watched(copy: nn.Module, fake: Any) -> None:
         for place in places:
             watch(copy, place, uses)
-        call(copy, fake)
+        known.call(copy, fake)
 
     try:
-        fake_pass(model, watched, inputs, guesses=False)
+        fake_pass(known.model, watched, known.example(2), guesses=False)
     except Exception:
         return {}
     return uses

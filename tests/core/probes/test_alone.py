@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.core.probes.separate_samples import find_separate_blocks
-from lowvram.knobs.tile.mlps import find_mlps
+from lowvram.core.probes.separate_samples import SeparateBlocks
+from lowvram.knobs.tile.mlps import Mlps
+from tests.core.probes.structures import structure_of
 from tests.restless import BLOCKS, WIDTH, Mlp, Net
 
 
@@ -226,7 +227,7 @@ def is_found(block: Callable[[], nn.Module], dtype: torch.dtype, device: str) ->
     before = {name: values.clone() for name, values in model.state_dict().items()}
     inputs_of = lambda num: torch.randn(num, WIDTH, dtype=dtype)  # noqa: E731
     blocks = [model.get_submodule("blocks.0")]
-    found = find_separate_blocks(model, lambda model, inputs: model(inputs), inputs_of, blocks)
+    found = SeparateBlocks().find(structure_of(model, inputs_of, blocks))
     if device == "cpu":
         assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
         assert all(each.grad is None for each in model.parameters())
@@ -283,5 +284,5 @@ def test_mlps_that_mix_tokens() -> None:
     }
     for change, is_apart in changes.items():
         block = Around(MixesTokens(change))
-        found = find_mlps(nn.Sequential(block), lambda model, x: model(x), torch.randn(2, 6, WIDTH), [block], ["mlp"])
+        found = Mlps(("mlp",)).find(structure_of(nn.Sequential(block), torch.randn(2, 6, WIDTH), [block]))
         assert bool(found) == is_apart

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowvram.core.generators import seed_all
-from lowvram.core.probes.draws import find_draw
+from lowvram.core.probes.draws import FirstDraw
 from tests import restless
+from tests.core.probes.structures import structure_of
 from tests.restless import DRAWING, WIDTH, Net
 
 INPUTS = torch.zeros(2, WIDTH)
@@ -42,7 +43,7 @@ def test_whoever_draws_is_named(name: str) -> None:
     made = [DRAWING[name]() for _ in range(4)]
     if name == "SometimesDrops":
         vars(made[1])["num_calls"] = 1
-    told = find_draw(Net(lambda: made.pop(0)), lambda model, x: model(x), INPUTS)
+    told = FirstDraw().find(structure_of(Net(lambda: made.pop(0)), INPUTS))
     assert told is not None
     assert re.search(WHO.get(name, " does: turn that off"), told)
 
@@ -52,7 +53,7 @@ def test_what_draws_nothing_may_be_used(module: nn.Module) -> None:
     def call(model: nn.Module, x: torch.Tensor) -> object:
         return model(x, x, x) if isinstance(model, nn.MultiheadAttention) else model(x)
 
-    assert find_draw(module, call, INPUTS) is None
+    assert FirstDraw().find(structure_of(module, INPUTS, call=call)) is None
 
 
 def test_a_model_that_cannot_be_tried_is_told() -> None:
@@ -60,12 +61,12 @@ def test_a_model_that_cannot_be_tried_is_told() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[x.nonzero()[:, 0]]
 
-    told = find_draw(Deciding(), lambda model, x: model(x), INPUTS)
+    told = FirstDraw().find(structure_of(Deciding(), INPUTS))
     assert str(told).startswith("this model can't be tried without memory (")
 
 
 def test_the_trial_moves_no_generator() -> None:
     seed_all(0)
     wanted = restless.GLOBAL_RANDOM.bit_generator.state
-    find_draw(Net(restless.GlobalNumpy), lambda model, x: model(x), INPUTS)
+    FirstDraw().find(structure_of(Net(restless.GlobalNumpy), INPUTS))
     assert restless.GLOBAL_RANDOM.bit_generator.state == wanted

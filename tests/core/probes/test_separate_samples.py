@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.assemble import bare_model
-from lowvram.core.probes.separate_samples import SeparateBlocks, find_separate_blocks
+from lowvram.core.probes.separate_samples import SeparateBlocks
 from lowvram.core.structure import Blocks
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
 from lowvram.models.hf import HfConfig
 from lowvram.models.hf_heads import Head
 from lowvram.tasks import Auto
+from tests.core.probes.structures import structure_of
 from tests.hugging import tiny
 from tests.laboratory import PROBLEMS
 
@@ -111,7 +112,7 @@ class WithBias(Block):
 
 def found(model: nn.Module) -> dict[str, int]:
     inputs_of = lambda num: torch.randn(num, WIDTH)  # noqa: E731
-    return find_separate_blocks(model, lambda model, inputs: model(inputs), inputs_of, [model.get_submodule("block")])
+    return SeparateBlocks().find(structure_of(model, inputs_of, [model.get_submodule("block")]))
 
 
 @pytest.mark.parametrize(

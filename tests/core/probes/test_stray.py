@@ -13,7 +13,8 @@ from torch.func import functional_call
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.core.probes.stray import find_stray
+from lowvram.core.probes.stray import StrayRead
+from tests.core.probes.structures import structure_of
 from tests.restless import WIDTH, Mlp, Net
 
 
@@ -79,7 +80,7 @@ class Hooked(Mlp):
 
 
 def found(model: Any) -> str | None:
-    return find_stray(model, lambda model, x: model(x), torch.randn(2, WIDTH), list(model.blocks))
+    return StrayRead().find(structure_of(model, torch.randn(2, WIDTH), list(model.blocks)))
 
 
 WAYS: dict[Callable[[], nn.Module], str] = {

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.core.probes.compilable import find_obstacles
-from lowvram.core.probes.uncalled import find_uncalled
+from lowvram.core.probes.compilable import CompileObstacles
+from lowvram.core.probes.uncalled import Uncalled
 from tests import restless
+from tests.core.probes.structures import structure_of
 
 WIDTH = restless.WIDTH
 
@@ -51,7 +52,7 @@ class Shared(restless.Mlp):
 
 
 def found(model: nn.Module) -> frozenset[str]:
-    return find_uncalled(model, lambda model, x: model(x), torch.randn(2, WIDTH))
+    return Uncalled().find(structure_of(model, torch.randn(2, WIDTH)))
 
 
 def test_only_what_is_read_otherwise_than_by_a_call() -> None:
@@ -71,7 +72,7 @@ def test_a_model_that_cannot_be_tried_is_told_once(capsys: pytest.CaptureFixture
     for _ in range(2):
         model = restless.Net(Untriable, 1)
         assert found(model) == frozenset()
-        assert find_obstacles(model, lambda model, x: model(x), torch.randn(2, WIDTH), [], [model]) == (None, None)
+        assert CompileObstacles(False, False).find(structure_of(model, torch.randn(2, WIDTH))) == (None, None)
     first, second = capsys.readouterr().out.splitlines()
     assert "nobody knows whether it calls each layer; an adapter or qat has no effect on" in first
     assert "nobody knows whether its forward pass draws, or changes what it holds" in second

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
-from lowvram.core.probes.writes import Written, WrittenWeights, find_written
+from lowvram.core.probes.writes import Written, WrittenWeights
 from tests import restless
+from tests.core.probes.structures import structure_of
 from tests.restless import WIDTH, Mlp, Net
 
 
@@ -63,7 +64,7 @@ class Outside(Net):
 
 
 def found(model: Net) -> Written:
-    return find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), list(model.blocks))
+    return WrittenWeights().find(structure_of(model, torch.randn(2, WIDTH), list(model.blocks)))
 
 
 @pytest.mark.parametrize("block", [InPlace, ThroughData, ThroughAView, OtherData, OtherParameter, AsOut])
@@ -77,7 +78,7 @@ def test_a_write_in_a_block(block: Callable[[], nn.Module]) -> None:
 def test_a_write_elsewhere() -> None:
     assert found(Outside(Mlp)) == ("stem.weight", None)
     looked_up = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))
-    assert find_written(looked_up, lambda model, x: model(x), torch.arange(2), []) == ("0.weight", None)
+    assert WrittenWeights().find(structure_of(looked_up, torch.arange(2))) == ("0.weight", None)
 
 
 def shrink(layer: nn.Linear, *_: Any) -> None:
@@ -101,9 +102,9 @@ GIVEN: list[Callable[[nn.Sequential], Any]] = [  # to modules of torch
 def test_hooks_and_forward_passes_that_others_give_to_modules_of_torch() -> None:
     for give in GIVEN:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-        assert find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), [*model]) == (None, None)
+        assert WrittenWeights().find(structure_of(model, torch.randn(2, WIDTH), [*model])) == (None, None)
         give(model[1])  # pyright: ignore[reportArgumentType]
-        written = find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), [*model])
+        written = WrittenWeights().find(structure_of(model, torch.randn(2, WIDTH), [*model]))
         assert written.anywhere == "1.0.weight"
         task = lowvram.task(model, torch.randn(2, WIDTH))
         with pytest.raises(Incompatible, match=r"stepping=zeroth_order needs that a forward pass .*1\.0\.weight"):
