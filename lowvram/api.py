@@ -38,7 +38,7 @@ from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.step import step
 from lowvram.core.structure import Blocks, Probe, Structure
 from lowvram.core.values import Fill
-from lowvram.export.folder import load as load  # part of the API
+from lowvram.loops.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.planning.devices import load_device

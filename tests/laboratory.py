@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+from lowvram.compress.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
 from lowvram.config.registry import all_options, knob_of, neutral_options, ready_options
 from lowvram.core.assemble import assemble, bare_model
 from lowvram.core.copies import original
@@ -37,7 +38,6 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig

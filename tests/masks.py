@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowvram.compress.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
+from lowvram.compress.sparsity.masks import MaskingStepper
+from lowvram.compress.sparsity.weights import Masked
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
-from lowvram.knobs.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
-from lowvram.knobs.sparsity.masks import MaskingStepper
-from lowvram.knobs.sparsity.weights import Masked
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 STEPS = 6

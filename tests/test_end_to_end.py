@@ -15,7 +15,7 @@ from PIL import Image
 
 from lowvram.data.loader import eval_batches
 from lowvram.data.python_source import PythonSource
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.results.row import empty_row
 
 QUICK = ("data.eval_samples=16", "train.batch_size=8")

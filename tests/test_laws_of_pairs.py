@@ -116,8 +116,8 @@ def name_of(fact: Fact | ModelFact) -> str:
 
 
 def source_of_tests(group: str) -> str:
-    paths = (Path(__file__).parent / "knobs").glob(f"test_{group}*.py")
-    return "".join(path.read_text() for path in paths)
+    rooms = [Path(__file__).parent / room for room in ("knobs", "compress")]
+    return "".join(path.read_text() for room in rooms for path in room.glob(f"test_{group}*.py"))
 
 
 def test_every_broken_fact_is_shown_to_be_real() -> None:

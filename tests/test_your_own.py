@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.models.hf import HfConfig
 from tests.calls import Outcome, read_row
 from tests.hugging import tiny, with_weights

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
+from lowvram.config.moved import first_name
 from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.plugins import is_unused, versions_of
 from lowvram.config.secret import words_without_secrets
@@ -45,7 +46,8 @@ def identity_of(key: str, node: Any) -> Any:
     value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     if not isinstance(value, dict):
         return value
-    return {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
+    kept = {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
+    return kept | {name: first_name(str(each)) for name, each in kept.items() if name == "_target_"}
 
 
 def run_name(*, _root_: DictConfig) -> str:

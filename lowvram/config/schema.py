@@ -20,8 +20,10 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 from lowvram.config.errors import BadInput
+from lowvram.config.moved import present_name
 from lowvram.config.plugins import PACKAGE, owner
 
+TARGET = "_target_"
 BUILT: dict[tuple[type, str, str], Any] = {}  # by class, key and values
 
 
@@ -51,6 +53,8 @@ def checked_values(node: DictConfig, key: str) -> dict[Any, Any]:
         refuse_value(inner, value)
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
+    if isinstance(values.get(TARGET), str):
+        values[TARGET] = present_name(values[TARGET])
     return values
 
 

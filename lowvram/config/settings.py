@@ -376,6 +376,7 @@ def is_search(choices: Mapping[str, str]) -> bool:
 
 # Modes that make another model from that of a folder, the value `run` of the mode's section. They train nothing.
 TRANSFORMS = ("prune", "grow")
+TEACH = "teach"  # a mode that trains nothing, either: it asks a teacher
 
 
 def is_transform(choices: Mapping[str, str]) -> bool:

@@ -58,7 +58,7 @@ class Knob(ABC):
     """One choice of how to train. Subclasses are frozen dataclasses and act only in `apply`."""
 
     stage: ClassVar[Stage]
-    group_name: ClassVar[str | None] = None  # the group whose option it is; None: that of its module in lowvram/knobs
+    group_name: ClassVar[str | None] = None  # the group whose option it is; None: its module's in lowvram/knobs
     exactness: ClassVar[Exactness] = Exactness.EXACT
     # Largest relative error of the gradients, which tests check. If EXACT: compared with the neutral option, in fp32
     # (0: equal to the bit; more: sums are in another order). Else: compared with gradients in fp64.

@@ -20,11 +20,11 @@ from torch import nn
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import Part
 from lowvram.data.loader import every_sample
-from lowvram.export.folder import check_format, check_free, export, export_as, file_bytes, format_of, refusing
-from lowvram.export.format import Format, Trained
-from lowvram.export.plain import Origin, made_from
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.loops.evaluate import loss_in_evaluation
+from lowvram.loops.export.folder import check_format, check_free, export, export_as, file_bytes, format_of, refusing
+from lowvram.loops.export.format import Format, Trained
+from lowvram.loops.export.plain import Origin, made_from
 from lowvram.loops.session import Session
 from lowvram.models.layout import EXPORTED, with_extra_state
 from lowvram.tasks import Problem

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
+from lowvram.config.moved import present_name
 from lowvram.config.secret import REFUSED
 from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.core.mesh import all_ranks
@@ -211,6 +212,7 @@ def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     Args:
         now, saved: values by dotted key, and the option of each group.
     """
+    saved = {key: present_name(str(value)) if key.endswith("._target_") else value for key, value in saved.items()}
     shared = [key for key in now if key in saved and REFUSED not in str([now[key], saved[key]])]
     changed = [key for key in shared if now[key] != saved[key]]
     return [f"{key}={word(now[key])} ({word(saved[key])} in the snapshot)" for key in changed]

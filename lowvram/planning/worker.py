@@ -11,14 +11,13 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
-from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
+from lowvram.config.settings import KNOB_GROUPS, TEACH, Settings, check_batch_size
 from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.fact import ModelFact
 from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.knob import Knob, Stage, is_compiled, model_facts
 from lowvram.data.source import Data
-from lowvram.loops.distillation.teach import Teach
 from lowvram.loops.fields import about_model
 from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.setup import acting_allocator, can_replace, open_data, require_budget, undecided, wanted_ranks
@@ -91,8 +90,8 @@ class Planner:
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
-        if isinstance(settings.groups["mode"], Teach):
-            raise CantPlan("plans are of training, and mode=teach trains nothing")
+        if choices.get("mode") == TEACH:
+            raise CantPlan(f"plans are of training, and mode={TEACH} trains nothing")
         group = undecided(settings)
         if group is None:
             return self.planned_as_is(settings, choices, plan_device)

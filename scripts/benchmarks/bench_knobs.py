@@ -33,8 +33,8 @@ from lowvram.core.device import absent_facts, choose_device
 from lowvram.core.fact import Fact
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import SameSize
-from lowvram.export.folder import load
 from lowvram.fidelity.worker import compared
+from lowvram.loops.export.folder import load
 from lowvram.loops.setup import open_data
 from lowvram.results.row import Row, Status, to_json
 from scripts.benchmarks.bench_knobs_report import Line, table

@@ -27,6 +27,7 @@ from typing import Self
 
 import torch
 
+from lowvram.compress.qat import INNER_LINEARS
 from lowvram.config.identity import ROOT
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options
 from lowvram.core.device import absent_facts
@@ -35,7 +36,6 @@ from lowvram.core.knob import Exactness
 from lowvram.knobs.depth.early_exit import EXITS
 from lowvram.knobs.depth.layer_drop import SKIPPABLE
 from lowvram.knobs.norms.keep_output import NORMS
-from lowvram.knobs.qat import INNER_LINEARS
 from lowvram.knobs.tile.mlps import MLPS
 from lowvram.results.metric_lines import FILE_NAME, read_lines
 from scripts.benchmarks.runs import Runs

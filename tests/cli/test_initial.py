@@ -15,9 +15,9 @@ from lowvram.cli.initial import as_hydra, with_initial, with_transformed
 from lowvram.cli.linked_points import linked
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.export.folder import export
-from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.loops.export.folder import export
+from lowvram.loops.export.plain import Origin
 from lowvram.models.layout import weights_in
 from lowvram.models.transformer import TransformerConfig
 from lowvram.results import row as rows
@@ -77,7 +77,7 @@ def test_a_run_is_pruned_and_trains_on(call: Call, tmp_path: Path, name: str) ->
     assert ours["choices"]["data"] == "synthetic"
 
 
-@pytest.mark.slow  # tests/loops/test_prune_hf.py prunes without processes, and below are the words
+@pytest.mark.slow  # tests/compress/test_prune_hf.py prunes without processes, and below are the words
 def test_a_model_of_transformers_is_pruned_and_trains_on(call: Call, tmp_path: Path) -> None:
     words = ("model=hf", *WORDS)
     trained = call(*words, f"model.name={tiny('llama:grouped')}", "model.dropout=null", "hydra.run.dir=outputs/run")

@@ -48,8 +48,8 @@ def test_a_part_of_a_moment_shares_its_memory() -> None:
 @needed("torchao.prototype.safetensors' flatten_tensor_state_dict and its inverse", by="export.format=int8 and int4")
 def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
     from lowvram.compat.torchao import flattened, unflattened
+    from lowvram.compress.formats.weights import int8_weights, quantize
     from lowvram.core.quiet import quiet
-    from lowvram.export.weights import int8_weights, quantize
 
     with quiet():
         layer = torch.nn.Linear(8, 3)
@@ -68,8 +68,8 @@ def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
 @needed("attributes qdata and scale of torchao.quantization's weights of few bits", by="export.format=int8 and int4")
 def test_a_weight_of_few_bits_takes_other_codes_and_scales() -> None:
     from lowvram.compat.torchao import set_codes
+    from lowvram.compress.formats.weights import int4, int8, int8_dynamic, quantize
     from lowvram.core.quiet import quiet
-    from lowvram.export.weights import int4, int8, int8_dynamic, quantize
 
     codes = torch.arange(-7, 1).expand(3, 8).contiguous().to(torch.int8)
     with quiet():

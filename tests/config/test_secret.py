@@ -14,7 +14,7 @@ import pytest
 from lowvram.config import secret
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import REFUSED, learn, text_without_secrets, without_secrets, words_without_secrets
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.results.row import empty_row, merge, write
 from tests.calls import TINY, Outcome, read_row
 from tests.confided import Model

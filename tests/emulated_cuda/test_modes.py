@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.results.row import Row
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history, read_row
 from tests.cli.test_resume import STEPS

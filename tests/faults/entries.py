@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def load(words: Sequence[str]) -> int:
-    """Print what `lowvram.export.load` makes of a folder: its class and a hash of its weights; words
+    """Print what `lowvram.loops.export.load` makes of a folder: its class and a hash of its weights; words
     after the folder are formats of graphs that are trusted."""
     from lowvram.config.errors import BadInput
-    from lowvram.export.folder import load
+    from lowvram.loops.export.folder import load
 
     try:
         model = load(words[0], trust=words[1:])

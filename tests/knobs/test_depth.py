@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowvram.compress.sparsity import Magnitude
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.heaviest import fix_heaviest
@@ -28,7 +29,6 @@ from lowvram.knobs.compile import Traced
 from lowvram.knobs.depth import LayerDrop, StochasticDepth
 from lowvram.knobs.depth.same_shape import SameShape
 from lowvram.knobs.depth.stochastic import Added, Branch, Draws
-from lowvram.knobs.sparsity import Magnitude
 from lowvram.knobs.tile.blocks import Tiled
 from lowvram.models.hf import HfConfig
 from lowvram.models.resnet import BlockKind, NormKind

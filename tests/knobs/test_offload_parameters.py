@@ -21,10 +21,10 @@ from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local
 from lowvram.core.step import step
-from lowvram.export.folder import load
 from lowvram.knobs.logits import ChunkedLogits, TiledLogits
 from lowvram.knobs.offload.parameters import mesh_of_one
 from lowvram.knobs.stepping import AfterBackward, InBackward
+from lowvram.loops.export.folder import load
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lowvram
+from lowvram.compress.qat import rounded
 from lowvram.config.errors import Incompatible
 from lowvram.core.rig import Part
-from lowvram.knobs.qat import rounded
 from tests.restless import CLASSES, WIDTH, Mlp, Net
 
 

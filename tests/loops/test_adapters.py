@@ -11,10 +11,10 @@ import torch
 
 from lowvram.core.knob import Knob
 from lowvram.core.rig import Part
-from lowvram.export.folder import load
 from lowvram.knobs.adapter import Freeze, Lora, QLora
 from lowvram.knobs.adapter.layers import library
 from lowvram.loops.evaluate import evaluate
+from lowvram.loops.export.folder import load
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train, TrainingRun

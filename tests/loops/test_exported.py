@@ -12,9 +12,9 @@ import torch
 
 from lowvram.config.errors import BadInput, BadSample
 from lowvram.config.settings import ExportFormat
-from lowvram.export import load
-from lowvram.export.folder import file_bytes, format_of
 from lowvram.loops import train
+from lowvram.loops.export import load
+from lowvram.loops.export.folder import file_bytes, format_of
 from lowvram.loops.exported import held_out, interleaved_ms, mean_loss
 from lowvram.loops.profiling import post_run
 from lowvram.loops.session import Interrupted, Session

@@ -17,8 +17,8 @@ from lowvram.core.generators import sources_of
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE
 from lowvram.core.untouched import marking
-from lowvram.export.folder import load
 from lowvram.loops import train
+from lowvram.loops.export.folder import load
 from lowvram.loops.metrics_log import Metrics
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.savable import unreadable
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train
 from lowvram.models import layout

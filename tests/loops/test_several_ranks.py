@@ -9,7 +9,7 @@ import pytest
 
 from lowvram.core.knob import Knob
 from lowvram.core.mesh import data_ranks
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.loops.measure import Measure
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train

@@ -17,11 +17,11 @@ from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE
 from lowvram.core.stepper import Update
-from lowvram.export.folder import load
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.loops.evaluate import evaluate
+from lowvram.loops.export.folder import load
 from lowvram.loops.measure import Measure
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.schedule import WarmupCosine

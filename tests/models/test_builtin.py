@@ -19,9 +19,9 @@ from lowvram.core.step import step
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.export.folder import export, load
-from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.loops.export.folder import export, load
+from lowvram.loops.export.plain import Origin
 from lowvram.models import builtin
 from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.tasks import Auto

@@ -18,9 +18,9 @@ from lowvram.core.assemble import assemble
 from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
-from lowvram.export.folder import export, load
-from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import Lora
+from lowvram.loops.export.folder import export, load
+from lowvram.loops.export.plain import Origin
 from lowvram.loops.fields import described_blocks
 from lowvram.models.hf import Head, HfConfig
 from lowvram.models.hf_sizes import SHIFTED_KINDS

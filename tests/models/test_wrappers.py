@@ -12,7 +12,7 @@ from torch import nn
 
 from lowvram.core.assemble import assemble
 from lowvram.core.values import own_tensors
-from lowvram.export import plain
+from lowvram.loops.export import plain
 from lowvram.models import layout
 from lowvram.models.external import ExternalConfig
 from lowvram.models.wrappers import plain_names

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from lowvram.compress.qat import Int4
 from lowvram.config.errors import BadInput, Incompatible, Refused
 from lowvram.core.fact import Fact
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Exactness, Stage
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.qat import Int4
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from tests.laboratory import FACT_NAMES, KNOBS, NEUTRAL, lacking_of, missing_here
 from tests.test_laws import Pair

@@ -33,7 +33,7 @@ from lowvram.planning.trace.known_values import KnownValues, UnknownValue
 
 ROOT = Path(__file__).parents[2]
 # Packages whose code runs a model; `reason` names the last line that is neither theirs nor torch's.
-OWN = ("compat", "core", "planning", "loops", "worker")
+OWN = ("compat", "core", "planning", "loops", "compress/distillation", "worker")
 MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in OWN))
 
 ATEN = torch.ops.aten

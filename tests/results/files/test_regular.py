@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowvram.config.errors import BadInput
-from lowvram.export.folder import load
+from lowvram.loops.export.folder import load
 from lowvram.models.hf_weights import check_index
 from lowvram.models.layout import names_at
 from lowvram.results import row as rows
