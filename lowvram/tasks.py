@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, final
 from weakref import WeakSet
 
 import torch
@@ -29,42 +28,7 @@ from lowvram.core.torch_losses import labels_named, sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, num_real_tokens
-
-
-class ModelConfig(Protocol):
-    """The interface of a model's configuration (see lowvram/models)."""
-
-    @property
-    def modality(self) -> Modality | None:
-        """What kind of data the model reads; None: any."""
-        ...
-
-    @property
-    def description(self) -> str: ...
-
-    def natural_shape(self) -> tuple[int, ...]: ...
-
-    def make(self, spec: DataSpec) -> nn.Module: ...
-
-    def call(self, model: nn.Module, inputs: Any) -> Any: ...
-
-    def stated(self) -> Stating:
-        """What is known of the model without a trial."""
-        ...
-
-    def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
-
-    @property
-    def base(self) -> str | None:
-        """The folder or hub name of the pretrained weights that the model starts with; None if there are none."""
-        ...
-
-    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None: ...
-
-    def save_companions(self, folder: Path) -> None:
-        """Write the files that belong to the model and hold no weights, such as a tokenizer's."""
-        ...
-
+from lowvram.models.config import ModelConfig
 
 BYTES = ", whose images can be made float32 in the data set (image.float() / 255)"
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called

@@ -18,8 +18,9 @@ from lowvram.core.probes.stated import BRANCHES, TAIL, Tail
 from lowvram.core.seeds import generator_for
 from lowvram.core.structure import Blocks, Stating
 from lowvram.core.values import Fill
-from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.spec import DataSpec
 from lowvram.models import layout
+from lowvram.models.config import ModelConfig
 from lowvram.models.growth import Grown, copied_tensors, sources
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import InnerWidth, Pruned
@@ -60,8 +61,8 @@ class OwnModule(nn.Module, ABC):
 
 
 @dataclass(frozen=True)
-class OwnModel(Remade):
-    """The configuration of an `OwnModule`: a frozen dataclass, whose fields are those of the model's YAML.
+class OwnModel(ModelConfig, Remade):
+    """The configuration of an `OwnModule`.
 
     The model is made without values. Each tensor is filled later: from `init`, the folder of an exported model, or if
     that is None, from a random generator of its own.
@@ -134,64 +135,28 @@ class OwnModel(Remade):
         """Of a block the names of the layers that, if they are zero, make it hand on what it is given."""
         return ()
 
-    @property
     @abstractmethod
-    def modality(self) -> Modality:
-        """What kind of data the model reads."""
-
-    @abstractmethod
-    def natural_shape(self) -> tuple[int, ...]:
-        """The shape of a sample when the data does not say."""
-
-    @abstractmethod
-    def make(self, spec: DataSpec) -> OwnModule:
-        """The model for this data. Its tensors hold no values yet.
-
-        Raises:
-            BadInput: the data don't fit the configuration.
-        """
+    def make(self, spec: DataSpec) -> OwnModule: ...
 
     @property
     def description(self) -> str:
-        """Everything that defines the model, as text: models with the same description are the same."""
         return repr(self)
 
-    @property
-    def text_rules(self) -> TextRules:
-        """What the model requires of texts: nothing."""
-        return TextRules()
-
     def check_packed(self) -> None:
-        """Raises BadInput if the model doesn't keep the sequences of a row apart. One that does takes their positions
-        in `call`."""
         raise BadInput("loader", "packed", "bucketed: this model doesn't keep the sequences of one row apart")
-
-    def reading(self, modality: Modality) -> Self:
-        """This configuration, as its kind of data is fixed."""
-        return self
 
     def call(self, model: nn.Module, inputs: Any) -> Tensor:
         return model(inputs)
 
     def stated(self) -> Stating:
-        """What is known of the model without a trial."""
         return {
             Blocks(): lambda known: own(known.model).found_blocks(),
             BRANCHES: lambda known: own(known.model).branches(),
             TAIL: lambda known: own(known.model).tail(),
         }
 
-    @property
-    def base(self) -> str | None:
-        """None: no pretrained weights."""
-        return None
-
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
         layout.save(model, self, spec, folder)
-
-    def save_companions(self, folder: Path) -> None:
-        """Write the files that belong to the model and hold no weights: there are none."""
-        del folder
 
     def values(self, model: Any, spec: DataSpec, seed: int) -> Fill:
         if self.init is None:

@@ -16,7 +16,7 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.core.mesh import tell_once
 from lowvram.core.model_copies import copied
 from lowvram.core.references import Unfollowed
-from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
 from lowvram.models.wrappers import unwrapped
@@ -62,11 +62,6 @@ class ExternalConfig(ForeignModel):
         """Includes an object address, so user code is never cached on disk."""
         return f"{self!r} {object.__repr__(self.import_object())}"
 
-    @property
-    def text_rules(self) -> TextRules:
-        """What the model requires of texts: not known, so nothing."""
-        return TextRules()
-
     def check_packed(self) -> None:
         raise BadInput(
             "loader", "packed", "bucketed: it isn't known whether model=external keeps sequences of one row apart"
@@ -77,7 +72,6 @@ class ExternalConfig(ForeignModel):
         return self if self.reads else replace(self, reads=modality)
 
     def natural_shape(self) -> tuple[int, ...]:
-        """The shape of a sample when the data does not say."""
         if self.reads is Modality.IMAGES:
             return (3, self.image_size, self.image_size)
         return (self.sequence_length,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,44 +17,19 @@ from lowvram.core.outputs import all_outputs, logits_of
 from lowvram.core.probes.blocks import FoundBlocks, find_blocks, outermost, repeated_classes
 from lowvram.core.structure import Blocks, Stating, Structure
 from lowvram.data.spec import DataSpec
+from lowvram.models.config import ModelConfig
 
 Fill = Callable[[str, Tensor], None]
 
 
-class ForeignModel(ABC):
+class ForeignModel(ModelConfig, ABC):
     """The configuration of a third-party model."""
 
     blocks: str | None  # the class of the repeated blocks, if the user names it
 
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """Everything that defines the model, as text: models with the same description are the same."""
-
-    @abstractmethod
-    def make(self, spec: DataSpec) -> nn.Module:
-        """The model without values.
-
-        Raises:
-            BadInput: the model can't be made, or not for such data.
-        """
-
     @abstractmethod
     def build(self, spec: DataSpec) -> nn.Module:
         """The model with its values on the CPU; random ones come from torch's generator."""
-
-    @property
-    def base(self) -> str | None:
-        """The folder or hub name of the pretrained weights that the model starts with; None if there are none."""
-        return None
-
-    @abstractmethod
-    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
-        """Write the model so that it can be loaded without the run that trained it."""
-
-    def save_companions(self, folder: Path) -> None:
-        """Write the files that belong to the model and hold no weights; here none."""
-        del folder
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """The model's logits. A dictionary of inputs is passed as keyword arguments."""
