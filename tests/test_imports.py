@@ -107,7 +107,7 @@ def test_what_makes_models_smaller_is_known_by_its_seams_alone() -> None:
     others = {name for name in SOURCES if room_of(name) != "compress"}
     assert not [name for name in others if any(room_of(other) == "compress" for other in ours(all_imports(name)))]
     named = {name for name in others if f"{PACKAGE}.compress" in SOURCES[name].read_text()}
-    assert named == {"loops.export.folder", "config.moved"}
+    assert named == {"loops.export.folder", "config.schema"}
 
 
 def test_no_modules_import_each_other() -> None:

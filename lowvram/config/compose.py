@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowvram.config import secret
 from lowvram.config.defaults import CONF, INSTALLED_CONF
 from lowvram.config.errors import BadInput, Refused, require
-from lowvram.config.plugins import offer
+from lowvram.config.plugins import offer, plugins
 from lowvram.config.settings import GROUPS
 
 SEVERAL = "several"  # Hydra names no option of `logger=[wandb,tensorboard]`
@@ -35,7 +35,8 @@ def output_folder() -> Path:
 def config_path() -> str:
     """Where Hydra finds the configuration; it also finds the options of plug-ins from now on. Raises Refused if those
     can't be used."""
-    offer()
+    if plugins():
+        offer()
     return "pkg://lowvram.conf" if INSTALLED_CONF.is_dir() else str(CONF)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
-from lowvram.config.moved import first_name
 from lowvram.config.not_identity import NOT_IDENTITY
-from lowvram.config.plugins import is_unused, versions_of
+from lowvram.config.plugins import is_unused, plugins, versions_of
+from lowvram.config.schema import MOVED
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
@@ -34,9 +34,9 @@ def point_id(*, _root_: DictConfig) -> str:
     """16 hex digits, a hash of what determines the result: the configuration, the device and the versions."""
     config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
     where: dict[str, Any] = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
-    config = {key: value for key, value in config.items() if not is_unused(key, value)}
-    if used := versions_of(config):
-        where["plugins"] = used
+    if plugins():
+        config = {key: value for key, value in config.items() if not is_unused(key, value)}
+        where |= {"plugins": used} if (used := versions_of(config)) else {}
     text = json.dumps([config, where], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -48,6 +48,11 @@ def identity_of(key: str, node: Any) -> Any:
         return value
     kept = {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
     return kept | {name: first_name(str(each)) for name, each in kept.items() if name == "_target_"}
+
+
+def first_name(target: str) -> str:
+    """The dotted name that a class had first: ids stay when it moves."""
+    return next((old + target.removeprefix(new) for old, new in MOVED.items() if target.startswith(f"{new}.")), target)
 
 
 def run_name(*, _root_: DictConfig) -> str:

@@ -20,10 +20,18 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 from lowvram.config.errors import BadInput
-from lowvram.config.moved import present_name
 from lowvram.config.plugins import PACKAGE, owner
 
 TARGET = "_target_"
+# Modules of options that have moved: where a class was first, which YAMLs and snapshots of earlier versions name, and
+# where it is now.
+MOVED = {
+    "lowvram.knobs.qat": "lowvram.compress.qat",
+    "lowvram.knobs.sparsity": "lowvram.compress.sparsity",
+    "lowvram.loops.distillation": "lowvram.compress.distillation",
+    "lowvram.loops.grow": "lowvram.compress.grow",
+    "lowvram.loops.prune": "lowvram.compress.prune",
+}
 BUILT: dict[tuple[type, str, str], Any] = {}  # by class, key and values
 
 
@@ -58,6 +66,11 @@ def checked_values(node: DictConfig, key: str) -> dict[Any, Any]:
     return values
 
 
+def present_name(target: str) -> str:
+    """The dotted name that a class has today."""
+    return next((new + target.removeprefix(old) for old, new in MOVED.items() if target.startswith(f"{old}.")), target)
+
+
 def walk(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) at and below `node`, containers included."""
     yield key, node
@@ -77,7 +90,7 @@ def refuse_value(key: str, value: Any) -> None:
     """Raise BadInput for values that no field can have, before any class is looked up."""
     if value == "None":
         raise BadInput(key, value, "null if nothing is meant (YAML's word for it)")
-    if key.endswith("_target_") and owner(str(value)) is None:
+    if key.endswith(TARGET) and not str(value).startswith(f"{PACKAGE}.") and owner(str(value)) is None:
         allowed = f"a class inside {PACKAGE} or an installed plug-in: a configuration never runs other code"
         raise BadInput(key, value, allowed)
 
@@ -87,7 +100,7 @@ def find_target(key: str, path: str | None) -> type:
     if path is None:
         raise BadInput(key, None, f"an option of the group {key}: the file that it came from names no _target_")
     module, _, name = path.rpartition(".")
-    package = str(owner(path))
+    package = PACKAGE if path.startswith(f"{PACKAGE}.") else str(owner(path))
     try:
         target = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -181,6 +181,11 @@ def model_facts(knobs: Iterable[Knob]) -> frozenset[ModelFact]:
     return frozenset(fact for knob in knobs for fact in knob.needs() if isinstance(fact, ModelFact))
 
 
+def weights_per_scale(knobs: Iterable[Knob]) -> int | None:
+    """As `Knob.weights_per_scale`, of all knobs of a point."""
+    return next(filter(None, (knob.weights_per_scale() for knob in knobs)), None)
+
+
 def is_compiled(knobs: Iterable[Knob]) -> bool:
     """Whether torch.compile compiles the model: no knob takes that fact away."""
     return not any(Fact.COMPILED in knob.breaks() for knob in knobs)

@@ -18,15 +18,16 @@ import torch
 from torch import nn
 
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.knob import weights_per_scale
 from lowvram.core.rig import Part
 from lowvram.data.loader import every_sample
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.loops.evaluate import loss_in_evaluation
-from lowvram.loops.export.folder import check_format, check_free, export, export_as, file_bytes, format_of, refusing
+from lowvram.loops.export.folder import export, export_as, file_bytes, format_of, refusing
 from lowvram.loops.export.format import Format, Trained
 from lowvram.loops.export.plain import Origin, made_from
 from lowvram.loops.session import Session
-from lowvram.models.layout import EXPORTED, with_extra_state
+from lowvram.models.layout import with_extra_state
 from lowvram.tasks import Problem
 
 FEW_BATCHES = 4  # whose activations choose the scales of a graph in 8 bits
@@ -34,18 +35,6 @@ MOST_PAIRS, MOST_SECONDS = 20, 5.0  # of the comparison of times; at least `LEAS
 LEAST_PAIRS = 3
 
 Outputs = Callable[[Any], Any]  # inputs of a batch -> outputs for the criterion
-
-
-def check_export(session: Session) -> None:
-    """Raises BadInput if the trained model can't be written as `export.format` says, FileExistsError if something is in
-    the way."""
-    check_free(session.folder / EXPORTED)
-    check_format(session.settings.export.format, weights_per_scale(session), session.problem)
-
-
-def weights_per_scale(session: Session) -> int | None:
-    """As `Knob.weights_per_scale`, of the point's knobs."""
-    return next(filter(None, (knob.weights_per_scale() for knob in session.knobs.values())), None)
 
 
 def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, Any]:
@@ -57,7 +46,7 @@ def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, An
     settings = session.settings
     adapter = next(knob for knob in session.knobs.values() if isinstance(knob, Adapter))
     origin = Origin(session.problem.model, session.data.spec, adapter, settings.root.seed)
-    chosen = format_of(settings.export.format, weights_per_scale(session))
+    chosen = format_of(settings.export.format, weights_per_scale(session.knobs.values()))
     if chosen is None:
         export(folder, model, origin, settings.export.merge)
         return {"export": {"file_bytes": file_bytes(folder)}}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
-from lowvram.config.moved import present_name
+from lowvram.config.schema import present_name
 from lowvram.config.secret import REFUSED
 from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.core.mesh import all_ranks

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from lowvram.core import generators
+from lowvram.core.knob import weights_per_scale
 from lowvram.core.loss_parts import LossState
 from lowvram.core.mesh import all_ranks
+from lowvram.core.phases import BETWEEN
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
 from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
@@ -24,7 +26,8 @@ from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields, origins
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.exported import check_export, export_run
+from lowvram.loops.export.folder import check_format, check_free
+from lowvram.loops.exported import export_run
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
@@ -49,7 +52,9 @@ class Train:
     """conf/mode/train.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
-        check_export(session)
+        check_free(session.folder / EXPORTED)
+        group = weights_per_scale(session.knobs.values())
+        check_format(session.settings.export.format, group, session.problem)
         session = session.growing()
         with MetricsLog(session.folder, session.events) as log:
             return self.run_steps(session, TrainingRun(session, log))
@@ -62,10 +67,12 @@ class Train:
             run.begin()
             run.make_up()
             while run.step < settings.train.steps:
-                with run.rescuing(f"step {run.step + 1}"), clock.lap("step"):
+                with run.rescuing(f"step {run.step + 1}"):
+                    clock.mark("step")
                     batch = next(batches)
                     with run.compiling.step():
                         stepped = run.stepped(batch)
+                    clock.mark(BETWEEN)
                 run.count(stepped, batch)
                 if is_due(run.step, settings.train.eval_every):
                     with run.rescuing(f"the evaluation after step {run.step}"):

@@ -126,7 +126,7 @@ def row_fields() -> dict[str, Kind]:
     section before the others."""
     figures: dict[str, dict[str, Kind]] = {}  # by their sections
     for metric in METRICS:
-        figures.setdefault(metric.section, {})[metric.path] = NUMBER
+        figures.setdefault(metric.path.partition(".")[0], {})[metric.path] = NUMBER
     known: dict[str, Kind] = {}
     for path, kind in OTHERS.items():
         known |= {path: kind, **figures.pop(path, {})}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config.identity import identity_of
-from lowvram.config.moved import MOVED, first_name, present_name
+from lowvram.config.identity import first_name, identity_of
 from lowvram.config.registry import node_of, options_of
-from lowvram.config.schema import build
+from lowvram.config.schema import MOVED, build, present_name
 from lowvram.loops.snapshot import differences
 
 GROUPS = ("qat", "sparsity", "mode", "task")  # that have had options elsewhere
