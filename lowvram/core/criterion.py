@@ -14,7 +14,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core.loss_parts import Holder, holder_of, unchanged_afterwards
 from lowvram.core.loss_trial import counts_ignored_floats, is_float, tensors_of, tried, whole_and_halves
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import tell
 from lowvram.core.rig import IGNORE, Part
 from lowvram.core.shards import is_sharded
 from lowvram.core.torch_losses import (
@@ -168,8 +168,7 @@ class UserCriterion:
             )
 
     def _tell(self, text: str) -> None:
-        if all_ranks().is_first:
-            print(f"warning: {self.key}={self.value!r}: {text}")
+        tell(f"warning: {self.key}={self.value!r}: {text}")
 
 
 def no_check(*_: object) -> None:

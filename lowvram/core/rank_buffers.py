@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import RunningNorm
 from lowvram.compat.torch_versions import version
-from lowvram.core.mesh import Ranks, data_ranks
+from lowvram.core.mesh import Ranks, data_ranks, tell
 
 
 @final
@@ -46,12 +46,10 @@ class RankBuffers:
         flags = self.hosts.largest(differing)
         if new := [name for name, flag in zip(changed, flags, strict=True) if flag and name not in self.told]:
             self.told.update(new)
-            if self.ranks.is_first:
-                print(
-                    f"note: forward passes change {', '.join(new)}, on each rank by its own samples: all ranks get the"
-                    " values of rank 0 after each step",
-                    flush=True,
-                )
+            tell(
+                f"note: forward passes change {', '.join(new)}, on each rank by its own samples: all ranks get the"
+                " values of rank 0 after each step"
+            )
 
     def changed(self, now: dict[str, Tensor], hosts: Ranks) -> list[str]:
         """The names of the buffers that some rank has changed in this step, and that have one size on all ranks."""

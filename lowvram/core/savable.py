@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import tell
 
 PLAIN = (type(None), bool, int, float, str)
 TENSORS = (Tensor, torch.nn.Parameter, DTensor)
@@ -46,8 +46,8 @@ class Savable:
         found = self._wrong(state)
         if found and step == 1:
             raise Incompatible(found)
-        if found and not self._is_told and all_ranks().is_first:
-            print(f"warning: from step {step} on no snapshot can be saved, only the weights at the end: {found}")
+        if found and not self._is_told:
+            tell(f"warning: from step {step} on no snapshot can be saved, only the weights at the end: {found}")
             self._is_told = True
         return not found
 

@@ -19,7 +19,7 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core.changes import Look
 from lowvram.core.generators import same_draws_afterwards
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import tell
 from lowvram.core.model_copies import copied
 from lowvram.core.places import Places
 
@@ -64,10 +64,11 @@ def tried(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any, unk
     try:
         return fake_pass(model, run, inputs)
     except Exception as error:
-        if all_ranks().is_first and (type(model), unknown) not in UNTRIED:
+        if (type(model), unknown) not in UNTRIED:
             UNTRIED.add((type(model), unknown))
-            why = first_line(error)
-            print(f"note: this model can't be tried without memory, so that nobody knows {unknown} ({why})")
+            tell(
+                f"note: this model can't be tried without memory, so that nobody knows {unknown} ({first_line(error)})"
+            )
         return otherwise
 
 
