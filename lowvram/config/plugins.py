@@ -43,7 +43,7 @@ class Plugin:
 @cache
 def plugins() -> tuple[Plugin, ...]:
     """Those that are installed, by their names."""
-    found = {each.value: each for each in entry_points(group=ENTRY_POINTS)}
+    found = {each.value.partition(":")[0].strip(): each for each in entry_points(group=ENTRY_POINTS)}
     return tuple(
         Plugin(package, each.dist.version if each.dist else "", folder / "conf")
         for package, each in sorted(found.items())

@@ -108,12 +108,8 @@ def times(
     seconds = sum(step_ms) / 1e3
     values = pace(session, token_counts, seconds, num_samples)
     p05, p50, p95 = percentiles(step_ms)
-    sections = {
-        section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}
-        for section in ("throughput", "data")
-    }
     return {
-        **sections,
+        **nested({name.replace("/", "."): value for name, value in values.items()}),
         "time": {
             "step_ms_p50": p50,
             "step_ms_p05": p05,

@@ -14,13 +14,14 @@ from lowvram.results.columns import value_at
 from lowvram.results.files.durable import write_text
 from lowvram.results.metrics import METRICS, Better, Shown
 from lowvram.results.row import GIB, MIB, Row, Status
+from lowvram.results.row import KINDS as KINDS_OF_ROWS
 from lowvram.results.table import label, render
 from scripts.benchmarks import bench_knobs_report
 from scripts.benchmarks.book import Book
 from scripts.pages.technique_page import machine
 from scripts.pages.technique_rows import Sweep, point_words, read, write
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "host")
+KINDS = tuple(kind for kind in KINDS_OF_ROWS if kind not in ("inputs", "other"))
 Figure = Callable[[Row], str]
 
 
