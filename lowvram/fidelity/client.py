@@ -19,6 +19,7 @@ from lowvram.config.identity import device_name, installed_version
 from lowvram.config.settings import GROUPS, is_inline
 from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
+from lowvram.launch import events
 from lowvram.launch.client import Event, Runner
 from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
 from lowvram.launch.point import Point, with_parts
@@ -101,7 +102,8 @@ class Comparison:
         except NotComparable as why:
             fields["reason"] = str(why)
         finally:
-            remove_files([self.folder / GRADIENTS, *self.folder.glob("native.log"), *self.folder.glob("native.*.log")])
+            names = (GRADIENTS, events.FILE_NAME, "native.log", "native.*.log")
+            remove_files(path for name in names for path in self.folder.glob(name))
             remove_leftovers(self.folder)  # of a child that was killed
             remove_empty([self.folder])
             self.progress.stop()

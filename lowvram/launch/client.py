@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowvram.launch.events import Event, Following, Lines, Listener, opened_anew
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
-from lowvram.launch.protocol import Event, EventReaders, Listener
 from lowvram.launch.supervisor import KILL, ORPHAN_GRACE_S, STOPS
 
 LARGEST_ANSWER_BYTES = 2**16
@@ -97,10 +97,10 @@ class Server:
     def run(
         self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
     ) -> list[Ending] | None:
-        """Run the ranks of one point to their end.
+        """Run the ranks of one point to their end, or have a process answer a question.
 
         Args:
-            on_event: called with each event of a rank, in the rank's order.
+            on_event: called with each event of a rank, in the rank's order, and with what it prints.
             order: called every POLL_S; TERM or KILL, if it returns one, is passed on to all ranks.
             held: descriptors of locked files, which the ranks (and no other process of the server) keep open, so that
                 the locks last as long as any rank lives.
@@ -108,33 +108,37 @@ class Server:
         Returns:
             How each rank ended, in the order of their ends; None if the server itself died, or was killed with all its
             children because it didn't pass on an order.
+
+        Raises:
+            OSError: the point's folder can't be written.
         """
         self.start()
-        ended = None
-        reader, writer = os.pipe()
+        ended, folder = None, request.get("folder")
+        events_out, events_in = os.pipe()[::-1] if folder is None else opened_anew(Path(folder))
+        printed_in, printed_out = os.pipe()
         try:
-            with EventReaders(on_event) as events:
-                events.add(reader)
-                if self._hand_over(request, [writer, *held], writer, order):
-                    ended = self._follow(events, order)
+            with Following(on_event, Lines(printed_in), Lines(events_in, is_file=folder is not None)) as following:
+                if self._hand_over(request, [printed_out, events_out], held, order):
+                    ended = self._follow(following, order)
         finally:
             if ended is None:  # it is dead, or `on_event` has raised: the next request gets a new server
                 self.stop()
         return ended
 
     def _hand_over(
-        self, request: dict[str, Any], fds: Sequence[int], to_close: int, order: Callable[[], bytes | None]
+        self, request: dict[str, Any], fds: Sequence[int], held: Sequence[int], order: Callable[[], bytes | None]
     ) -> bool:
-        """Send the request, and close the descriptor `to_close` in this process; False if the server has died, or if
-        an order came first."""
+        """Send the request, and close the descriptors `fds` in this process; False if the server has died, or if an
+        order came first."""
         try:
             if not self._wait_ready(order):
                 return False
-            send(self._connection, request, fds)
+            send(self._connection, request, [*fds, *held])
         except OSError:
             return False
         finally:
-            os.close(to_close)
+            for fd in fds:
+                os.close(fd)
         return True
 
     @property
@@ -157,24 +161,23 @@ class Server:
                 self._is_ready = True
         return True
 
-    def _follow(self, events: EventReaders, order: Callable[[], bytes | None]) -> list[Ending] | None:
+    def _follow(self, following: Following, order: Callable[[], bytes | None]) -> list[Ending] | None:
         sent_at: dict[bytes, float] = {}  # when each order was sent
         while True:
-            ready = select.select([self._connection, *events.open_files()], [], [], POLL_S)[0]
+            ready = select.select([self._connection, *following.pipes()], [], [], POLL_S)[0]
             try:
                 if message := order():
                     sent_at[message] = time.monotonic()
                     self._connection.send(message)
                 if self._is_deaf(sent_at):
                     kill_all(self._pid)
-                answer = self._receive(events) if self._connection in ready else None
+                answer = self._connection.recv(LARGEST_ANSWER_BYTES) if self._connection in ready else None
             except OSError:
                 answer = b""  # the server is dead
             if answer is not None:
-                events.drain()
+                following.drain()
                 return json.loads(answer)["ended"] if answer else None
-            if ready:
-                events.read()
+            following.read()
 
     def _is_deaf(self, sent_at: Mapping[bytes, float]) -> bool:
         """Whether the server hasn't obeyed an order in time."""
@@ -182,14 +185,6 @@ class Server:
         if now - sent_at.get(KILL, now) > KILL_GRACE_S:
             return True
         return now - min(sent_at.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
-
-    def _receive(self, events: EventReaders) -> bytes | None:
-        """The server's answer to the request; None if the message was the event pipe of a further rank, which is read
-        from now on."""
-        message, fds, _, _ = socket.recv_fds(self._connection, LARGEST_ANSWER_BYTES, 1)
-        for fd in fds:
-            events.add(fd)
-        return None if fds else message
 
 
 def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:

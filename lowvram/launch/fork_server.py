@@ -1,10 +1,9 @@
 """The fork server: imports torch once, forks new children for every request, and kills what they leave behind.
 
 Run as `python -m lowvram.launch.fork_server SOCKET_FD`. A request is one message on the socket with file descriptors:
-the request itself (JSON in a memory file), the first rank's pipe for its events, and any number of descriptors that the
-ranks only keep open. The event pipe of each further rank is sent to the parent (see
-supervisor.py). The answer says how the children ended. While they run, the messages TERM and KILL end them; a closed
-socket means that the parent is gone.
+the request itself (JSON in a memory file), the pipe into which the ranks print, the file or pipe of their events, and
+any number of descriptors that they only keep open. The answer says how the children ended. While they run, the messages
+TERM and KILL end them; a closed socket means that the parent is gone.
 
 The server only imports, and never computes: if it ran a single tensor operation, its children would deadlock (OpenMP
 after fork); if it queried CUDA, they couldn't use CUDA.
@@ -24,7 +23,17 @@ import sys
 from lowvram.compat.torch_compiler import COMPILER_MODULE
 from lowvram.config.registry import read_all
 from lowvram.launch.process_tree import children
-from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Supervisor, prctl
+from lowvram.launch.supervisor import (
+    KILL,
+    MOST_FDS,
+    PR_SET_CHILD_SUBREAPER,
+    STOPS,
+    TERM,
+    WORKER,
+    Outlets,
+    Supervisor,
+    prctl,
+)
 
 PRELOAD = (
     "torch",
@@ -67,12 +76,12 @@ def serve(parent: socket.socket) -> bool:
         return False
     if message in (TERM, KILL):  # for a child that had ended already
         return True
-    request_fd, events_fd, *held = fds
+    request_fd, printed_fd, events_fd, *held = fds
     with os.fdopen(request_fd, "rb") as file:
         file.seek(0)
         request = json.load(file)
     supervisor = Supervisor(request, parent)
-    supervisor.run(events_fd, held)
+    supervisor.run(Outlets(printed_fd, events_fd), held)
     num_strays = sweep_strays()
     if supervisor.parent_is_there:
         parent.send(json.dumps({"ended": supervisor.ended, "strays": num_strays}).encode())

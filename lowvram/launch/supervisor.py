@@ -6,7 +6,6 @@ When one rank has ended, the others are asked to end and then killed, so that no
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -59,6 +58,14 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
+class Outlets:
+    """The descriptors into which all ranks write: what they print, and their events."""
+
+    printed: int
+    events: int
+
+
+@dataclass(frozen=True)
 class RanksCall:
     """How the first rank asks for the others."""
 
@@ -101,16 +108,19 @@ class Supervisor:
         self._late_s: float | None = None  # see `_first_late_s`
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def run(self, events_fd: int, held: Sequence[int]) -> None:
+    def run(self, outlets: Outlets, held: Sequence[int]) -> None:
         """Run the first rank and those that it asks for to their end. Closes the descriptors in this process."""
+        self._outlets = outlets
         with self._ours, self._theirs:
-            self._fork(RankPlace(0, self._theirs, tuple(held)), events_fd)
-            for fd in (events_fd, *held):
+            self._fork(RankPlace(0, self._theirs, tuple(held)))
+            for fd in held:
                 os.close(fd)
             while self._alive:
                 self._watch()
+        os.close(outlets.printed)
+        os.close(outlets.events)
 
-    def _fork(self, place: RankPlace, events_fd: int) -> None:
+    def _fork(self, place: RankPlace) -> None:
         server = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # so that none is lost before the child has its handlers
         try:
@@ -133,7 +143,7 @@ class Supervisor:
                 self._parent.close()
                 self._ours.close()
                 worker = importlib.import_module(WORKER)
-                code = worker.main(self._request, events_fd, place)
+                code = worker.main(self._request, self._outlets, place)
         finally:
             os._exit(code)  # no destructors, no atexit: milliseconds instead of half a second
 
@@ -191,19 +201,14 @@ class Supervisor:
         return self._late_s
 
     def _call_others(self) -> None:
-        """Fork the other ranks; the parent gets the pipe of each one's events."""
+        """Fork the other ranks."""
         message, held, _, _ = socket.recv_fds(self._ours, 4096, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         called = parsed_call(message)
         num_ranks = called.num_ranks if called else 1
         self._grace_s = called.timeout_s if called else self._grace_s
         for rank in range(1, num_ranks):
-            reader, writer = os.pipe()
             about = {"held": tuple(held), "num_ranks": num_ranks, "port": called.port if called else 0}
-            self._fork(RankPlace(rank, **about), writer)
-            os.close(writer)
-            with contextlib.suppress(ConnectionError):  # the parent is gone; `_watch` will notice
-                socket.send_fds(self._parent, [json.dumps({"rank": rank}).encode()], [reader])
-            os.close(reader)
+            self._fork(RankPlace(rank, **about))
         for fd in held:
             os.close(fd)
 

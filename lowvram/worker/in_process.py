@@ -6,14 +6,16 @@ Nothing is redirected: what the point prints goes to stdout.
 
 from __future__ import annotations
 
+import os
 import signal
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, final
 
 from lowvram.launch.client import Ending
-from lowvram.launch.protocol import Listener, encoded, parsed
+from lowvram.launch.events import Listener, encoded, opened_anew, parsed, write_all
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
 from lowvram.loops.session import Interrupted
@@ -63,15 +65,34 @@ class InProcessStop(StopSignals):
 
 @final
 class Events:
-    """Passes events to the listener directly, encoded and parsed as through a child's pipe. The listener has handled
-    each event when the call returns."""
+    """Passes events to the listener directly, beside those of the folder's file. The listener has handled each event
+    when the call returns.
 
-    def __init__(self, on_event: Listener) -> None:
-        self._on_event = on_event
+    Args:
+        fd: the file; None: an answer has none.
+    """
+
+    def __init__(self, on_event: Listener, fd: int | None) -> None:
+        self._on_event, self._fd = on_event, fd
 
     def __call__(self, event: str, **fields: Any) -> bool:
-        self._on_event(parsed(encoded({"event": event, **fields})))
+        data = encoded({"event": event, **fields})
+        if self._fd is not None:
+            with suppress(OSError):  # a full disk is told by what the run itself writes
+                write_all(self._fd, data + b"\n")
+        self._on_event(parsed(data))
         return True
+
+
+@contextmanager
+def events_of(folder: str | None, on_event: Listener) -> Iterator[Events]:
+    """The events of a point in `folder`, or of an answer."""
+    fds = () if folder is None else opened_anew(Path(folder))
+    try:
+        yield Events(on_event, fds[0] if fds else None)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 @final
@@ -92,7 +113,13 @@ class Inline:
     ) -> list[Ending]:
         """Plan, or run one point. Signals and the time limit reach it directly, without `order`, and this process has
         the descriptors `held` open anyway."""
-        events, stop = Events(on_event), InProcessStop(request.get("config", {}).get("timeout_s"))
+        stop = InProcessStop(request.get("config", {}).get("timeout_s"))
+        with events_of(request.get("folder"), on_event) as events:
+            fields = self._fields(request, events, stop)
+            events("row", fields=child.as_used(fields, request), rank=0)
+        return [{"rank": 0, "status": 0, "ended_by": None, "is_stopped": False}]
+
+    def _fields(self, request: dict[str, Any], events: Events, stop: InProcessStop) -> dict[str, Any]:
         rendezvous = Rendezvous(SingleProcess(), request)
         try:
             with stop.listening():
@@ -106,8 +133,7 @@ class Inline:
             fields = ending(raised)
             self.error = raised if fields["status"] == "error" else None
         lift()
-        events("row", fields=child.as_used(fields, request), rank=0)
-        return [{"rank": 0, "status": 0, "ended_by": None, "is_stopped": False}]
+        return fields
 
 
 def run(request: dict[str, Any], events: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:

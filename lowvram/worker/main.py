@@ -13,7 +13,6 @@ import stat
 import sys
 import traceback
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from lowvram.config.texts import LONGEST_LINE, cut
 from lowvram.core.device import choose_device
 from lowvram.core.troubles import is_capped, is_out_of_memory
 from lowvram.fidelity.reference import reference_of
+from lowvram.launch.events import BY_PIPE, encoded, is_heard, write_all
 from lowvram.launch.native_log import native_log
-from lowvram.launch.protocol import encoded, frames
-from lowvram.launch.supervisor import STOPS, RankPlace
+from lowvram.launch.supervisor import STOPS, Outlets, RankPlace
 from lowvram.loops.session import Events as Tell
 from lowvram.loops.session import Interrupted
 from lowvram.loops.setup import acting_allocator
@@ -50,32 +49,35 @@ from lowvram.worker.signals import StopSignals
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # after which an interrupt that Python dropped in a destructor is raised again
 DROPPED_S = 5.0  # after which an interrupt that has ended nothing is raised again
-OF_EVERY_RANK = ("ready", "say", "row")  # events that all ranks send; only the first rank sends the others
+OF_EVERY_RANK = ("ready", "row")  # events that all ranks send; only the first rank sends the others
 
 
 class Events:
-    """Sends events to the parent through a pipe. Once the parent is gone, events are dropped."""
+    """Writes events into the run's file, or those of an answer into a pipe."""
 
-    def __init__(self, fd: int, rank: int) -> None:
-        self._fd, self._rank = fd, rank
-        self._numbers = count()
+    def __init__(self, outlets: Outlets, rank: int) -> None:
+        self._outlets, self._rank = outlets, rank
 
     def __call__(self, event: str, **fields: Any) -> bool:
         if self._rank and event not in OF_EVERY_RANK:
             return True
+        data = encoded({"event": event, **fields})
         try:
-            for frame in frames(encoded({"event": event, **fields}), os.getpid(), next(self._numbers)):
-                os.write(self._fd, frame)
-        except BrokenPipeError:
+            write_all(self._outlets.events, b"\n" + data + b"\n")
+        except OSError:  # the disk is full, or nobody reads an answer any more
+            if event == "row":
+                with suppress(OSError):
+                    write_all(self._outlets.printed, BY_PIPE + data + b"\n")
             return False
-        return True
+        return is_heard(self._outlets.printed)
 
 
 class SpokenStream:
-    """Replaces stdout and stderr: sends each line as an event, so that the parent prints it above the progress bar."""
+    """Replaces stdout and stderr: writes each line at once into the pipe `fd`, so that who reads it can print it above
+    a progress bar. Once nobody reads it, lines are dropped."""
 
-    def __init__(self, events: Events, prefix: str = "") -> None:
-        self._events, self._prefix = events, prefix
+    def __init__(self, fd: int, prefix: str = "") -> None:
+        self._fd, self._prefix = fd, prefix
         self._pieces, self._num_kept, self._num_cut = list[str](), 0, 0  # of the line that is being written
         self.encoding, self.errors = "utf-8", "backslashreplace"
 
@@ -96,7 +98,9 @@ class SpokenStream:
     def _tell(self) -> None:
         line = self._prefix + "".join(self._pieces)
         num_cut, self._pieces, self._num_kept, self._num_cut = self._num_cut, [], 0, 0
-        self._events("say", text=cut(line, num_cut) if num_cut else line)
+        line = cut(line, num_cut) if num_cut else line
+        with suppress(BrokenPipeError):
+            write_all(self._fd, f"{line}\n".encode(errors="backslashreplace"))
 
     def flush(self) -> None:
         if self._num_kept:
@@ -139,12 +143,12 @@ class ChildStop(StopSignals):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
+def main(request: dict[str, Any], outlets: Outlets, place: RankPlace) -> int:
     """Run one request as one rank; returns the exit code."""
     learn(request)
     role = role_of(place, request)
-    events = Events(events_fd, role.rank)
-    spoken = SpokenStream(events, f"rank {role.rank}: " if role.rank else "")
+    events = Events(outlets, role.rank)
+    spoken = SpokenStream(outlets.printed, f"rank {role.rank}: " if role.rank else "")
     speak(spoken, is_first=role.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stop, rendezvous, about = ChildStop(), Rendezvous(role, request), {"rank": role.rank}

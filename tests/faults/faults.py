@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import os
 import re
 import resource
@@ -151,23 +152,22 @@ def fault_long_message(folder: Path) -> None:
 
 def fault_foreign_bytes(folder: Path) -> None:
     """As code in C that writes into whatever descriptor has a number."""
-    for fd in written_pipes():
+    for fd in outlets(folder):
         os.write(fd, b"hello from C\n" * 1000)
 
 
 def fault_unknown_events(folder: Path) -> None:
     """Whole, but none of ours."""
-    from lowvram.launch.protocol import encoded, frames
-
-    for number, event in enumerate(({"event": "x"}, {"event": "say", "words": 1}, {"event": "say", "text": None})):
-        for fd in written_pipes():
-            os.write(fd, b"".join(frames(encoded(event), 1, number)))
+    for event in ({"event": "x"}, {"event": "ready", "words": 1}, {"event": "ready", "fields": None}):
+        for fd in outlets(folder):
+            os.write(fd, json.dumps(event).encode() + b"\n")
 
 
-def written_pipes() -> list[int]:
-    """All pipes that this process may write to, but its own streams."""
-    pipes = [int(path.name) for path in Path("/proc/self/fd").iterdir() if "/pipe:" in os.path.realpath(path)]
-    return [fd for fd in pipes if fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY]
+def outlets(folder: Path) -> list[int]:
+    """Where what this process says goes: the pipes that it may write to, but its own streams, and the run's file."""
+    found = {int(path.name): os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+    ours = [fd for fd, path in found.items() if "/pipe:" in path or Path(path).name == "events.jsonl"]
+    return [fd for fd in ours if fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY]
 
 
 def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], None] | None:

@@ -33,7 +33,14 @@ from lowvram.results.files.regular import SHORT_BYTES, read_regular
 NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a moment, to test it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
-LOGGED = ("metrics.jsonl", "native.log", "native.*.log", "tensorboard", "tensorboard/events.out.tfevents.*")
+LOGGED = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "native.log",
+    "native.*.log",
+    "tensorboard",
+    "tensorboard/events.out.tfevents.*",
+)
 LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED)  # patterns
 LARGEST_MARKER_BYTES = 2**16
 MARKER_BYTES = 2**10  # of each marker that is written, padded with blanks
@@ -55,6 +62,7 @@ NAMES = {
         *SHARED,
         ".hydra",
         "metrics.jsonl",
+        "events.jsonl",
         "metrics.damaged.jsonl",
         "result.json",
         "native.log",
