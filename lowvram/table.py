@@ -2,7 +2,7 @@
 
 import sys
 
-from lowvram.cli.streams import protect_streams
+from lowvram.launch.streams import protect_streams
 from lowvram.results.table import main
 
 if __name__ == "__main__":

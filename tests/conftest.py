@@ -138,6 +138,7 @@ class Borrowed:
     """The shared server as one call sees it, which is not to stop it."""
 
     run: Callable[..., Any]
+    ask: Callable[..., Any]
     wait_until_ready: Callable[..., None]
     disturbs: None = None
     is_fresh: bool = True
@@ -168,7 +169,8 @@ def call(
     monkeypatch.setattr(logging, "raiseExceptions", True)
     if "wandb" in sys.modules:  # it keeps the settings of whatever test first used it in this process
         sys.modules["wandb"].teardown()
-    monkeypatch.setattr(job_process, "Server", lambda: Borrowed(shared_server.run, shared_server.wait_until_ready))
+    borrowed = Borrowed(shared_server.run, shared_server.ask, shared_server.wait_until_ready)
+    monkeypatch.setattr(job_process, "Server", lambda: borrowed)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*words: str) -> Outcome:

@@ -101,8 +101,8 @@ class Call:
                 raise Refused("process=inline: must be child where a launcher starts the processes")
             if len(configs) > 1:
                 raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
-        check = {"check": [request_of(config)["config"] for config in configs]}
-        here.server.run(check, on_event, StopConditions(None, stop_signals))
+        asked = {"configs": [request_of(config)["config"] for config in configs]}
+        here.server.ask("check", asked, on_event, StopConditions(None, stop_signals))
         if stop_signals():
             return
         if refused:

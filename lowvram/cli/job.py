@@ -27,7 +27,6 @@ from lowvram.config.parent_settings import PARENT_SECTIONS, LoggerSettings
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
-from lowvram.config.source_checks import check_groups
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Logged, Point
 from lowvram.launch.stop import stop_signals
@@ -263,7 +262,6 @@ def check_values(config: DictConfig) -> None:
     """Raises BadInput for a wrong value of a point, as far as that can be told without torch."""
     check_root(config)
     checked_sections(config, PARENT_SECTIONS)
-    check_groups(config)
     check_callbacks(config.callbacks or ())
     if config.optimized_metric is not None:
         Objective.named(config.optimized_metric)

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import final
 
 from lowvram.cli import launchers
-from lowvram.cli.streams import protect_streams
 from lowvram.launch.client import Server
 from lowvram.launch.stop import stop_signals
+from lowvram.launch.streams import protect_streams
 from lowvram.planning.client import Plans
 from lowvram.results.live_table import LiveTable
 from lowvram.results.terminal import Progress, QuietProgress

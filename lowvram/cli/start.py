@@ -7,9 +7,9 @@ import signal
 import sys
 from typing import Any
 
-from lowvram.cli.streams import STDERR, protect_streams
 from lowvram.config.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from lowvram.config.version import __version__
+from lowvram.launch.streams import STDERR, protect_streams
 
 
 def main() -> None:

@@ -268,6 +268,11 @@ class Settings:
     export: ExportSettings
     groups: dict[str, Any]
 
+    def check_paths(self) -> None:
+        """Raise BadInput for a path in a group's values that isn't there."""
+        for value in self.groups.values():
+            getattr(value, "check_paths", lambda: None)()
+
     @property
     def vram_bytes(self) -> int | None:
         """The memory that the point may use, or None for all that there is."""
@@ -323,7 +328,11 @@ def checked_sections(config: DictConfig, sections: Mapping[str, type]) -> dict[s
 
 
 def settings(values: dict[str, Any]) -> Settings:
-    """The whole configuration, with every group built. Imports the classes that the groups name, and so torch."""
+    """The whole configuration, with every group built. Imports the classes that the groups name, and so torch.
+
+    Raises:
+        BadInput: a value is wrong.
+    """
     config = DictConfig(values)
     return Settings(**check_root(config), groups={group: build(config[group], group) for group in GROUPS})
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
 from lowvram.config.errors import Refused
 from lowvram.config.identity import device_name, installed_version
-from lowvram.config.settings import GROUPS, is_inline
+from lowvram.config.settings import CHILDS_OWN, GROUPS, is_inline
 from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
-from lowvram.launch import events
-from lowvram.launch.client import Event, Runner
+from lowvram.launch import events, spec
+from lowvram.launch.client import Ending, Event, Runner
 from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
 from lowvram.launch.point import Point, with_parts
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.durable import remove_empty, remove_files, remove_leftovers, write_text
@@ -34,7 +35,7 @@ from lowvram.results.terminal import Progress
 NUM_SEEDS = 3  # of the references: the point's own, and those that follow it
 GRADIENTS = "gradients.safetensors"
 REFERENCES = "references"  # the folder in a sweep's folder that keeps the references' losses
-Request = dict[str, Any]
+Start = Callable[..., list[Ending] | None]  # of a child, given its listener and what to end it by
 Fields = dict[str, Any]  # the section "fidelity" of a row
 
 
@@ -102,7 +103,7 @@ class Comparison:
         except NotComparable as why:
             fields["reason"] = str(why)
         finally:
-            names = (GRADIENTS, events.FILE_NAME, "native.log", "native.*.log")
+            names = (GRADIENTS, events.FILE_NAME, spec.FILE_NAME, "native.log", "native.*.log")
             remove_files(path for name in names for path in self.folder.glob(name))
             remove_leftovers(self.folder)  # of a child that was killed
             remove_empty([self.folder])
@@ -112,37 +113,39 @@ class Comparison:
     def fill(self, fields: Fields) -> None:
         """Fill in the fields one after another. Raises NotComparable when a run fails."""
         gradients = self.folder / GRADIENTS
-        reference = Reference(self, self.request_of_reference())
+        reference = Reference(self, self.spec_of_reference())
         reference.leave_gradients(gradients)
         bounds = band([reference.losses(number) for number in range(NUM_SEEDS)])
-        child = self.run(self.point.request(), self.num_steps, gradients, is_reference=False)
+        child = self.run(self.point.spec(), self.num_steps, gradients, is_reference=False)
         fields |= {**child.compared, "reference": reference.described(), "band": bounds}
         self.check(child, "the point")
         fields |= {"losses": child.losses, "loss_gap": loss_gap(child.losses, bounds)}
 
-    def request_of_reference(self) -> Request:
-        """The request for a run of the reference. A child determines its configuration, as this needs torch."""
-        request = self.point.request()
-        child = self.run_child({"reference": {name: request[name] for name in ("config", "choices")}})
+    def spec_of_reference(self) -> PointSpec:
+        """A run of the reference. A child determines its configuration, as this needs torch."""
+        config = {key: self.point.config[key] for key in CHILDS_OWN}
+        arguments = {"config": config, "choices": self.point.choices}
+        child = self.followed(lambda *to: self.server.ask("reference", arguments, *to))
         self.check(child, "the reference")
-        return request | child.fields["reference"]
+        return replace(self.point.spec(), **child.fields["reference"])
 
-    def run(self, request: Request, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
-        """Run `num_steps` steps of the point in `request`, in a child that writes gradients (the reference) or compares
-        them with the written ones (the point)."""
+    def run(self, spec: PointSpec, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
+        """Run `num_steps` steps of a point, in a child that writes gradients (the reference) or compares them with the
+        written ones (the point)."""
         about = {"steps": num_steps, "file": gradients and str(gradients), "is_reference": is_reference}
-        return self.run_child(request | {"folder": str(self.folder), "resume": False, "fidelity": about})
+        spec = replace(spec, folder=self.folder, is_resumed=False, fidelity=about)
+        return self.followed(lambda *to: self.server.run(spec, *to, held=self.point.locks))
 
-    def run_child(self, request: Request) -> ChildResult:
-        """Run a child to its end; once more if it was killed from outside."""
-        child = self.run_child_once(request)
-        return self.run_child_once(request) if child.status == Status.KILLED and not self.stop_signals() else child
+    def followed(self, start: Start) -> ChildResult:
+        """Start a child, and follow it to its end; once more if it was killed from outside."""
+        child = self.followed_once(start)
+        return self.followed_once(start) if child.status == Status.KILLED and not self.stop_signals() else child
 
-    def run_child_once(self, request: Request) -> ChildResult:
+    def followed_once(self, start: Start) -> ChildResult:
         child = ChildResult(lambda step: self.progress.update(self.num_done + step, {}))
         stop_conditions = StopConditions(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, stop_conditions, num_oom_kills(), self.point.config["vram"])
-        ended = self.server.run(request, child.on_event, stop_conditions, self.point.locks)
+        ended = start(child.on_event, stop_conditions)
         end = outcome_of(ended, child.rows, around, self.point.config["sharding"]["timeout_s"])
         child.status, child.reason = end.status, end.reason
         return child
@@ -161,17 +164,17 @@ class Reference:
     as memory requires, which doesn't change gradients. Methods raise NotComparable if a run fails.
     """
 
-    def __init__(self, comparison: Comparison, request: Request) -> None:
-        self.comparison, self.request = comparison, request
+    def __init__(self, comparison: Comparison, spec: PointSpec) -> None:
+        self.comparison, self.spec = comparison, spec
 
     def leave_gradients(self, file: Path) -> None:
         """Have the gradients of a first step written to `file`, with the point's own seed."""
-        self.run(self.request["config"]["seed"], 1, file)
+        self.run(self.spec.config["seed"], 1, file)
 
     def losses(self, number: int) -> list[float]:
         """The losses by step with the seed of that number. Points of a sweep that have the same reference share
         them."""
-        point, seed = self.comparison.point, (self.request["config"]["seed"] + number) % 2**63
+        point, seed = self.comparison.point, (self.spec.config["seed"] + number) % 2**63
         name = self.id(seed)
         file = point.folder.parent / REFERENCES / f"{name}.json"
         losses = self.kept(file) if point.sweep else None
@@ -199,12 +202,12 @@ class Reference:
     def run(self, seed: int, num_steps: int, gradients: Path | None) -> ChildResult:
         """Run the reference; if it runs out of memory, again with more parts."""
         while True:
-            request = self.request | {"config": {**self.request["config"], "seed": seed}}
-            child = self.comparison.run(request, num_steps, gradients, is_reference=True)
+            spec = replace(self.spec, config={**self.spec.config, "seed": seed})
+            child = self.comparison.run(spec, num_steps, gradients, is_reference=True)
             if child.status != Status.OOM or child.more_parts is None:
                 break
-            self.request = self.request | {"config": with_parts(self.request["config"], child.more_parts)}
-        hint = "; without vram it may fit" if child.status == Status.OOM and self.request["config"]["vram"] else ""
+            self.spec = replace(self.spec, config=with_parts(self.spec.config, child.more_parts))
+        hint = "; without vram it may fit" if child.status == Status.OOM and self.spec.config["vram"] else ""
         self.comparison.check(child, "the reference", hint)
         if self.num_parts > 1 and child.fields["semantics_changed"]:
             raise NotComparable(
@@ -214,11 +217,11 @@ class Reference:
 
     @property
     def num_parts(self) -> int:
-        return self.request["config"]["accum"]["parts"]
+        return self.spec.config["accum"]["parts"]
 
     def id(self, seed: int) -> str:
         """A hash: the same for the same training on the same device with the same versions."""
-        config = self.request["config"]
+        config = self.spec.config
         groups = {group: config[group] for group in GROUPS if group not in ("mode", "accum")}
         about = [groups, config["train"]["batch_size"], config["device"], seed, self.comparison.num_steps]
         where = [__version__, installed_version("torch"), device_name()]
@@ -226,5 +229,5 @@ class Reference:
 
     def described(self) -> dict[str, Any]:
         """The reference's choices that a reader can't guess from the point's."""
-        choices = self.request["choices"]
+        choices = self.spec.choices
         return {"optimizer": choices["optimizer"], "adapter": choices["adapter"], "parts": self.num_parts}

@@ -15,10 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowvram.config.registry import neutral_options
+from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch.events import Event, Following, Lines, Listener, opened_anew
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import KILL, ORPHAN_GRACE_S, STOPS
+from lowvram.launch.torchrun import Launch
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # the longest delay before a signal or a time-out is passed on
@@ -26,6 +30,7 @@ STOPPED_GRACE_S = 5.0  # from an order until we kill a server that is stopped, a
 KILL_GRACE_S = 30.0  # from KILL until we kill a server that doesn't answer: freeing much memory takes the kernel long
 STOP_GRACE_S = ORPHAN_GRACE_S + 5.0  # how long a server may take to end its child and itself
 Ending = dict[str, Any]  # of one rank: see Supervisor.ended
+Order = Callable[[], bytes | None]  # for the ranks, TERM or KILL, if there is one
 
 
 class Runner(Protocol):
@@ -34,14 +39,23 @@ class Runner(Protocol):
     disturbs: str | None  # why what is measured isn't comparable; None if it is
     is_fresh: bool  # whether each request gets new processes, so that a point can be repeated
 
-    def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
+    def wait_until_ready(self, order: Order) -> None:
         """Wait until torch is imported, so that this doesn't count for a point's time; or until there is an order."""
         ...
 
     def run(
-        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
+        self,
+        spec: PointSpec,
+        on_event: Listener,
+        order: Order,
+        launch: Launch | None = None,
+        held: Sequence[int] = (),
     ) -> list[Ending] | None:
         """Run the ranks of one point to their end: see `Server.run`."""
+        ...
+
+    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
+        """Have a process answer a question: see `Server.ask`."""
         ...
 
 
@@ -89,19 +103,25 @@ class Server:
                 self._process.wait()
         self._process = self._socket = last_resort.server_pid = None
 
-    def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
+    def wait_until_ready(self, order: Order) -> None:
         self.start()
         with suppress(OSError):  # the server has died; `run` will then return None
             self._wait_ready(order)
 
     def run(
-        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
+        self,
+        spec: PointSpec,
+        on_event: Listener,
+        order: Order,
+        launch: Launch | None = None,
+        held: Sequence[int] = (),
     ) -> list[Ending] | None:
-        """Run the ranks of one point to their end, or have a process answer a question.
+        """Run the ranks of one point to their end.
 
         Args:
             on_event: called with each event of a rank, in the rank's order, and with what it prints.
             order: called every POLL_S; TERM or KILL, if it returns one, is passed on to all ranks.
+            launch: this program's rank, if torchrun has started it.
             held: descriptors of locked files, which the ranks (and no other process of the server) keep open, so that
                 the locks last as long as any rank lives.
 
@@ -112,25 +132,63 @@ class Server:
         Raises:
             OSError: the point's folder can't be written.
         """
-        self.start()
-        ended, folder = None, request.get("folder")
-        events_out, events_in = os.pipe()[::-1] if folder is None else opened_anew(Path(folder))
+        spec.write()
+        request = {"folder": str(spec.folder), "hidden": spec.hidden(), "launch": launch and vars(launch)}
+        if launch is None:
+            if (num_ranks := self._num_ranks(spec, order)) is None:
+                return None
+            request |= {"num_ranks": num_ranks, "timeout_s": spec.config["sharding"].get("timeout_s")}
+        writer, reader = opened_anew(spec.folder)
+        return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), held)
+
+    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
+        """Have a process answer one of the questions of `worker/asks.py`. Its events, the last of which is a row, go to
+        `on_event`; else as `run`."""
+        reader, writer = os.pipe()
+        return self._serve({"ask": name, "arguments": arguments}, on_event, order, writer, Lines(reader))
+
+    def _num_ranks(self, spec: PointSpec, order: Order) -> int | None:
+        """How many ranks the point takes on this machine; None if an order came first, as each comes once. A process is
+        asked where that depends on the cards; if it refuses, the first rank will do so too."""
+        ranks = spec.config["sharding"].get("ranks")
+        if ranks == "1" or (ranks == "auto" and spec.choices["sharding"] == neutral_options()["sharding"]):
+            return 1
+        answer, given = dict[str, Any](), list[bytes]()
+
+        def noted() -> bytes | None:
+            message = order()
+            given.extend([] if message is None else [message])
+            return message
+
+        self.ask("ranks", {"config": {key: spec.config[key] for key in CHILDS_OWN}}, answer.update, noted)
+        return None if given else answer.get("fields", {}).get("ranks", 1)
+
+    def _serve(
+        self,
+        request: dict[str, Any],
+        on_event: Listener,
+        order: Order,
+        writer: int,
+        events: Lines,
+        held: Sequence[int] = (),
+    ) -> list[Ending] | None:
+        """Hand a request over, and follow its processes. Closes `writer`, into which they write their events."""
+        ended = None
         printed_in, printed_out = os.pipe()
         try:
-            with Following(on_event, Lines(printed_in), Lines(events_in, is_file=folder is not None)) as following:
-                if self._hand_over(request, [printed_out, events_out], held, order):
+            with Following(on_event, Lines(printed_in), events) as following:
+                if self._hand_over(request, [printed_out, writer], held, order):
                     ended = self._follow(following, order)
         finally:
             if ended is None:  # it is dead, or `on_event` has raised: the next request gets a new server
                 self.stop()
         return ended
 
-    def _hand_over(
-        self, request: dict[str, Any], fds: Sequence[int], held: Sequence[int], order: Callable[[], bytes | None]
-    ) -> bool:
+    def _hand_over(self, request: dict[str, Any], fds: Sequence[int], held: Sequence[int], order: Order) -> bool:
         """Send the request, and close the descriptors `fds` in this process; False if the server has died, or if an
         order came first."""
         try:
+            self.start()
             if not self._wait_ready(order):
                 return False
             send(self._connection, request, [*fds, *held])
@@ -151,7 +209,7 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def _wait_ready(self, order: Callable[[], bytes | None]) -> bool:
+    def _wait_ready(self, order: Order) -> bool:
         while not self._is_ready:
             if order() is not None:
                 return False
@@ -161,7 +219,7 @@ class Server:
                 self._is_ready = True
         return True
 
-    def _follow(self, following: Following, order: Callable[[], bytes | None]) -> list[Ending] | None:
+    def _follow(self, following: Following, order: Order) -> list[Ending] | None:
         sent_at: dict[bytes, float] = {}  # when each order was sent
         while True:
             ready = select.select([self._connection, *following.pipes()], [], [], POLL_S)[0]

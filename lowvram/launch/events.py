@@ -21,6 +21,7 @@ from lowvram.results.files.regular import check_regular
 FILE_NAME = "events.jsonl"
 LARGEST_EVENT_BYTES = 2**26
 READ_BYTES = 2**16
+FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 BY_PIPE = b"\x1e"  # begins an event among printed lines: a report that couldn't be written into the file
 Event = dict[str, Any]
 Fields = Mapping[str, type | UnionType]
@@ -92,15 +93,27 @@ def opened_anew(folder: Path) -> tuple[int, int]:
     Raises:
         OSError: it can't be written, or is somebody else's pipe or link.
     """
-    path, flags = folder / FILE_NAME, os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    if os.path.lexists(path):
-        check_regular(path)
-    writer = os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o644)
+    writer = opened(folder, os.O_TRUNC)
     try:
-        return writer, os.open(path, flags | os.O_RDONLY)
+        return writer, os.open(folder / FILE_NAME, os.O_RDONLY | FLAGS)
     except OSError:
         os.close(writer)
         raise
+
+
+def opened(folder: Path, more: int = 0) -> int:
+    """A descriptor of the folder's file, for one who writes it.
+
+    Args:
+        more: further flags of `os.open`.
+
+    Raises:
+        OSError: it can't be written, or is somebody else's pipe or link.
+    """
+    path = folder / FILE_NAME
+    if os.path.lexists(path):
+        check_regular(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | FLAGS | more, 0o644)
 
 
 def write_all(fd: int, data: bytes) -> None:

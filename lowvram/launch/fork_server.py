@@ -80,8 +80,8 @@ def serve(parent: socket.socket) -> bool:
     with os.fdopen(request_fd, "rb") as file:
         file.seek(0)
         request = json.load(file)
-    supervisor = Supervisor(request, parent)
-    supervisor.run(Outlets(printed_fd, events_fd), held)
+    supervisor = Supervisor(request, Outlets(printed_fd, events_fd), parent)
+    supervisor.run(held)
     num_strays = sweep_strays()
     if supervisor.parent_is_there:
         parent.send(json.dumps({"ended": supervisor.ended, "strays": num_strays}).encode())

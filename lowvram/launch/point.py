@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowvram.config.secret import without_secrets
-from lowvram.config.settings import CHILDS_OWN
-from lowvram.launch.torchrun import Launch, as_request
-from lowvram.results import row as rows
+from lowvram.launch.spec import PointSpec
+from lowvram.launch.torchrun import Launch
 from lowvram.results.row import Row
 
 Config = Mapping[str, Any]
@@ -55,22 +52,14 @@ class Point:
         return 0 if self.launch is None else self.launch.rank
 
     def first_row(self) -> Row:
-        known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
-        more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
-        more |= {"reruns": self.reruns, "logged": {} if self.logged is None else self.logged._asdict()}
-        return rows.merge(rows.empty_row(), without_secrets(known | more))
+        """The row before it runs."""
+        return self.spec().first_row()
 
-    def request(self) -> dict[str, Any]:
-        """The request that is sent to its processes, as JSON."""
-        return {
-            "config": {key: self.config[key] for key in CHILDS_OWN},
-            "choices": self.choices,
-            "folder": str(self.folder),
-            "resume": self.is_resumed,
-            "run": self.run,
-            "threads": len(os.sched_getaffinity(0)),
-            "launch": as_request(self.launch),
-        }
+    def spec(self) -> PointSpec:
+        """What its processes run."""
+        about = {name: getattr(self, name) for name in ("id", "name", "index", "plan", "provenance", "attempts")}
+        about |= {"reruns": self.reruns, "logged": {} if self.logged is None else self.logged._asdict()}
+        return PointSpec(self.folder, self.config, self.choices, about, self.is_resumed, self.run, self.sweep)
 
 
 def with_chosen(config: Config, plan: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,8 +49,3 @@ def aside(launch: Launch | None) -> Iterator[Path | None]:
         redirect_stderr(nowhere),
     ):
         yield Path(folder)
-
-
-def as_request(launch: Launch | None) -> dict[str, Any] | None:
-    """The launch as plain values, for the request to the child."""
-    return None if launch is None else dict(vars(launch))

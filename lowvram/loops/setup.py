@@ -40,6 +40,24 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
     return torch.cuda.device_count() if is_spread else 1
 
 
+def check_cards(num_local: int, device: torch.device, names_card: bool) -> None:
+    """Check that there is a card for each of several ranks on this machine.
+
+    Args:
+        names_card: whether the user named a card, such as device=cuda:1.
+
+    Raises:
+        BadInput: there are fewer cards, or the user named one.
+    """
+    if num_local == 1 or device.type != "cuda":
+        return
+    num_cards = torch.cuda.device_count()
+    allowed = f"at most {num_cards}, the number of visible CUDA devices: each rank takes one"
+    require(num_local <= num_cards, "sharding.ranks", str(num_local), allowed)
+    allowed = "auto or cuda with several ranks: they take the visible devices in turn (CUDA_VISIBLE_DEVICES)"
+    require(not names_card, "device", str(device), allowed)
+
+
 def can_replace(
     settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
 ) -> Callable[[str, str], bool]:

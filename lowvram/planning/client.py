@@ -15,7 +15,7 @@ from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
 from lowvram.launch.client import Event, Runner
 from lowvram.launch.point import Point, with_chosen
 from lowvram.launch.stop import StopConditions
-from lowvram.launch.torchrun import Launch, as_request
+from lowvram.launch.torchrun import Launch
 from lowvram.results import row as rows
 from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import Progress
@@ -29,7 +29,7 @@ Request = dict[str, Any]
 
 def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Launch | None = None) -> Request:
     """A point as it is sent to the child."""
-    about = {"is_real": not is_plan(choices), "launch": as_request(launch)}
+    about = {"is_real": not is_plan(choices), "launch": launch and vars(launch)}
     return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices, **about}
 
 
@@ -139,7 +139,7 @@ class Plans:
         if len(points) > 1:
             self.progress.start("planning", len(points), "point")
         stop_conditions = StopConditions(time_for(points.values()), self.stop_signals)
-        self.server.run({"plan": list(points.values())}, on_event, stop_conditions)
+        self.server.ask("plan", {"points": list(points.values())}, on_event, stop_conditions)
         self.progress.stop()
         left = {index: point for index, point in points.items() if index not in self.planned}
         is_from_outside = ending.get("status") in (None, Status.INTERRUPTED.value)

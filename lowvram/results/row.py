@@ -1,7 +1,7 @@
 """The row: what is known about a point, kept as strict JSON in `result.json`. Needs no torch.
 
-A row is a plain dict with every key of `empty_row`. One process writes it (the parent of the point),
-always as a whole, so that a reader never sees half a row.
+A row is a plain dict with every key of `empty_row`. The point's first rank writes it, or who
+follows the point if that rank has died; always as a whole, so that a reader never sees half a row.
 """
 
 from __future__ import annotations

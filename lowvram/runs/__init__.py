@@ -1,4 +1,4 @@
-"""One point in the parent: locks its folder, runs its processes, records their events. Imports no torch.
+"""One point in the parent: locks its folder, has its processes started, follows them. Imports no torch.
 
-Begin with run.py; recorder.py turns events into logged figures and a row.
+Begin with run.py; recorder.py tells loggers and callbacks what happens, and row_so_far.py makes a row of it.
 """

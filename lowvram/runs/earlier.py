@@ -4,19 +4,22 @@ on has a result or has saved a step, so a resumed run that ends before changes n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from lowvram.launch import events, spec
 from lowvram.launch.point import Point
+from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.files.durable import write_bytes
 from lowvram.results.files.regular import read_regular
 from lowvram.results.files.run_folder import SNAPSHOTS, snapshots_in
-from lowvram.results.metric_lines import FILE_NAME, LARGEST_BYTES
 from lowvram.results.row import Row, Status
 from lowvram.runs.hydra_notes import Notes, read_notes, write_notes
+
+CHANGED = (metric_lines.FILE_NAME, events.FILE_NAME, spec.FILE_NAME)
 
 
 @final
@@ -27,7 +30,7 @@ class EarlierLife:
     folder: Path
     row: Row
     notes: Notes
-    metrics: bytes | None  # metrics.jsonl; None: there is none
+    files: Mapping[str, bytes | None]  # what the run that goes on changes at once, by name; None: there is none
     snapshots: Collection[str]  # names of files; each has the hash of its bytes
 
     @classmethod
@@ -35,7 +38,8 @@ class EarlierLife:
         """That of a point; None if it isn't resumed, or if the last program left no row."""
         if point.earlier is None:
             return None
-        return cls(point.folder, point.earlier, read_notes(point.folder), *files_of(point.folder))
+        files = {name: bytes_of(point.folder / name) for name in CHANGED}
+        return cls(point.folder, point.earlier, read_notes(point.folder), files, names_of_snapshots(point.folder))
 
     def stays(self, row: Row) -> bool:
         """Whether it stays in place of `row`, with which the run that went on has ended.
@@ -52,19 +56,15 @@ class EarlierLife:
         """Undo what the run that went on has changed."""
         if read_notes(self.folder) != self.notes:
             write_notes(self.folder, self.notes)
-        if self.metrics is not None and bytes_of(self.folder / FILE_NAME) != self.metrics:
-            write_bytes(self.folder / FILE_NAME, self.metrics)
-
-
-def files_of(folder: Path) -> tuple[bytes | None, Collection[str]]:
-    """What it has of metrics.jsonl and of snapshots."""
-    return bytes_of(folder / FILE_NAME), names_of_snapshots(folder)
+        for name, data in self.files.items():
+            if data is not None and bytes_of(self.folder / name) != data:
+                write_bytes(self.folder / name, data)
 
 
 def bytes_of(path: Path) -> bytes | None:
     """What is in a file; None if there is none, or if it can't be read: then the run that goes on says so."""
     try:
-        return read_regular(path, LARGEST_BYTES)
+        return read_regular(path, metric_lines.LARGEST_BYTES)
     except OSError:
         return None
 

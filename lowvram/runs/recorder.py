@@ -1,7 +1,7 @@
-"""Records the events of a point's children: in files, at its loggers and in a row. Imports no torch.
+"""Follows a run: tells its events to loggers and callbacks, and writes the row that it left out. Imports no torch.
 
-The child writes `metrics.jsonl`. Only the parent writes `result.json`, and to loggers: so each child gets its row and
-its run at the loggers, however it dies.
+The first rank writes `metrics.jsonl` and `result.json`. Each run gets its row and its end at the loggers, however it
+dies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from lowvram.config.parent_settings import logger_settings
 from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
-from lowvram.launch.outcome import Circumstances, RankReport, outcome_of
-from lowvram.launch.point import Point, with_parts
+from lowvram.launch.outcome import Circumstances, outcome_of
+from lowvram.launch.point import Point
 from lowvram.launch.stop import StopConditions
 from lowvram.results import memory_over_step, metric_lines
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
-from lowvram.results.checks import failed_checks
 from lowvram.results.files.durable import remove_leftovers, write_bytes
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
@@ -34,12 +33,11 @@ from lowvram.runs.callbacks import Callbacks
 from lowvram.runs.earlier import EarlierLife
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
-
-OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # listed for each rank
+from lowvram.runs.row_so_far import RowSoFar
 
 
 class Recording:
-    """Turns the child's events into logged figures and a row.
+    """Follows a run from its events to its row.
 
     Args:
         disturbs: for the row, why figures measured in the point's process aren't comparable; None if they are.
@@ -49,80 +47,66 @@ class Recording:
     def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
         self.point, self.progress = point, progress
         self._disturbs, self._can_begin_again = disturbs, can_begin_again
-        self.row = point.first_row()
-        self.reports: dict[int, RankReport] = {}  # by rank
+        self._so_far = RowSoFar(point.spec(), point.first_row())
         self.loggers = Loggers()
         self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
         self._earlier = EarlierLife.of(point)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
-        self._has_steps = False  # whether a step was recorded
         self._disturbed_row: Row | None = None  # of the measurement before this one
-        self._more_parts: int | None = None  # for the next attempt, if this one runs out of memory
+
+    @property
+    def row(self) -> Row:
+        return self._so_far.row
 
     def on_event(self, event: Event) -> None:
         """Handle one event of a child."""
         handlers: dict[str, Callable[..., None]] = {
-            "ready": self.add,
             "begin": self._on_begin,
             "memory_over_step": self._on_memory_over_step,
             "metrics": self._on_metrics,
             "progress": self.progress.update,
             "say": self.progress.say,
-            "row": self._on_row,
             "snapshot": self.callbacks.snapshot,
         }
         name = event.pop("event")
+        self._so_far.on_event(name, event)
         if name in handlers:
             handlers[name](**event)
-        else:
-            self.progress.say(f"warning: the point's process sent an unknown event, {name!r}; it is ignored")
 
     def add(self, fields: dict[str, Any]) -> None:
         """Merge fields into the row."""
-        self.row = rows.merge(self.row, without_secrets(fields))
+        self._so_far.add(fields)
 
     def end(self, status: Status, reason: str | None) -> None:
         """Set how the point ended."""
         self.add({"status": status.value, "reason": reason})
 
-    def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
-        self.reports[rank] = RankReport(fields, **about)
-
     def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
-        """When all ranks have ended: merge the first rank's fields, the largest memory peak of all, and the outcome."""
+        """When all ranks have ended: merge what they have reported, and the outcome."""
         ended = ended and [{**ending, "rank": ending["rank"] + self.point.first_rank} for ending in ended]
-        all_ranks = sorted({*(ending["rank"] for ending in ended or ()), *self.reports})
-        ranks = {rank: self.reports[rank].fields if rank in self.reports else {} for rank in all_ranks}
-        first = ranks.get(self.point.first_rank, {})
-        self.add(first | {"disturbed": together(self.row["disturbed"], first.get("disturbed"))})
-        if len(ranks) > 1:
-            self._add_ranks(ranks)
+        reports = self._so_far.reports
+        all_ranks = {*(ending["rank"] for ending in ended or ()), *reports}
+        self._so_far.add_reports(self.point.first_rank, all_ranks)
         for log in (native_log(rank) for rank in all_ranks):
             clean(self.point.folder / log)
         if self.point.launch is None:  # else ranks of other programs may still save together
             with suppress(OSError):
                 remove_leftovers(self.point.folder)
-        end = outcome_of(ended, self.reports, around, self.point.config["sharding"]["timeout_s"])
-        blamed = self.reports.get(end.rank)
+        end = outcome_of(ended, reports, around, self.point.config["sharding"]["timeout_s"])
+        blamed = reports.get(end.rank)
         if end.status == Status.ERROR and blamed is not None:
             for line in blamed.trace.splitlines():
                 self.progress.say(line)
         self.end(end.status, end.reason)
 
-    def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
-        """Add the memory of each rank; the point's memory is that of the rank with the largest peak."""
-        memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
-        per_rank = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
-        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": per_rank})
-
     def begins_again(self, stop_conditions: StopConditions) -> bool:
         """After an attempt: whether another one follows, with more parts; if so, prepare it."""
-        parts = self._more_parts
+        parts = self._so_far.more_parts
         if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
             return False
         fewer, self.point = self.row["config"]["accum"]["parts"], in_parts(self.point, parts, self.row)
-        self.row, self.reports, self._more_parts = self.point.first_row(), {}, None
+        self._so_far = RowSoFar(self.point.spec(), self.point.first_row())
         if stop_conditions.is_stopped:
             self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
             return False
@@ -138,7 +122,7 @@ class Recording:
         """After a measurement: whether it was disturbed and is repeated; if so, prepare that. If a repetition failed,
         restore the row of the measurement before it."""
         if self._disturbed_row is not None and self.row["status"] != Status.OK:
-            self.row = put_back(self.point.folder, self._disturbed_row, self.row)
+            self._so_far.row = put_back(self.point.folder, self._disturbed_row, self.row)
             return False
         if (
             stop_conditions.is_stopped
@@ -149,21 +133,17 @@ class Recording:
         self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
         self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
         self.point = replace(self.point, reruns=reruns)
-        self.row, self.reports, self._more_parts = self.point.first_row(), {}, None
+        self._so_far = RowSoFar(self.point.spec(), self.point.first_row())
         return True
 
     def _on_begin(
         self,
         step: int,
         num_steps: int,
-        setup_s: float,
-        parts: int,
-        more_parts: int | None,
         pid: int,
         untold: list[Values],
+        **_: Any,
     ) -> None:
-        self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
-        self._more_parts = more_parts
         if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
         self._begin_logging(step, pid)
@@ -174,7 +154,6 @@ class Recording:
         self.progress.update(step, {})
 
     def _on_metrics(self, step: int, values: dict[str, float], is_late: bool) -> None:
-        self._has_steps = True
         self.loggers.log(step, values)
         self.callbacks.log(step, values)
         if not is_late:
@@ -198,16 +177,17 @@ class Recording:
         """When the row is complete: add advice, write it, end the loggers."""
         self.progress.stop()
         metric_lines.sync(self.point.folder)
-        if self.row["status"] == Status.INCOMPATIBLE and self._has_steps:
-            self.add({"status": Status.ERROR})  # what has run stays, and can go on
+        self._so_far.complete(self._disturbs)
         has_begun = self._earlier is not None and self._is_logged  # so that its files have changed
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and not has_begun:
+            if self._earlier is not None:
+                self._earlier.put_back()
             return self.row  # nothing ran, so nothing is kept
-        self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
         if self._earlier is not None and self._earlier.stays(self.row):
             return self._keep(self._earlier)
-        rows.write(self.point.folder, self.row)  # first: an upload may take long
+        if rows.read(self.point.folder) != self.row:  # its process didn't write it, or not as it is after all
+            rows.write(self.point.folder, self.row)  # first: an upload may take long
         if not self._is_logged:  # it ended before its first step
             self._begin_logging()
         if self._step_memory:
@@ -233,15 +213,11 @@ class Recording:
         self.callbacks.end(self.row)
 
     def _advise(self) -> None:
-        choices, plan = self.row["choices"], self.row["plan"] or {}
-        if self.row["status"] == Status.OOM:
-            advice = plan.get("advice", "try a smaller model or a larger vram")  # missing if the planning was killed
-            self.add({"reason": f"{self.row['reason']}; {advice}"})
-            if self._more_parts is not None:
-                which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
-                why = f"{which} can't begin again with more parts: type accum.parts={self._more_parts}"
-                self.add({"reason": f"{self.row['reason']}; {why}"})
-        if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
+        if self.row["status"] == Status.OOM and (more_parts := self._so_far.more_parts) is not None:
+            which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
+            why = f"{which} can't begin again with more parts: type accum.parts={more_parts}"
+            self.add({"reason": f"{self.row['reason']}; {why}"})
+        if advice := data_wait_advice(self.row["time"]["data_wait_frac"], self.row["choices"]):
             self.progress.say(advice)
 
     def abandon(self, status: str, reason: str) -> None:
@@ -272,8 +248,3 @@ def clean(log: Path) -> None:
         text = log.read_bytes().decode(errors="surrogateescape")
         if (without := text_without_secrets(text)) != text:
             write_bytes(log, without.encode(errors="surrogateescape"))
-
-
-def together(*reasons: str | None) -> str | None:
-    """All reasons, joined; None if there are none."""
-    return "; ".join(filter(None, reasons)) or None

@@ -65,7 +65,7 @@ def run_point(
             around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
             watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
             with last_resort.guarding(stop_conditions.late_s, recording.abandon):
-                ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
+                ended = server.run(recording.point.spec(), recording.on_event, watch, point.launch, point.locks)
             watch.logs.cut()
             recording.conclude(ended, around)
             if not (recording.begins_again(stop_conditions) or recording.measures_again(stop_conditions)):

@@ -117,11 +117,11 @@ class Searches:
 
         config = {name: point.config[name] for name in CHILDS_OWN}
         pinned = [group for group in KNOB_GROUPS if group in typed]
-        about = {"config": config, "choices": point.choices, "pinned": pinned, "is_real": runs_here(point)}
+        about = {"config": config, "choices": point.choices, "is_real": runs_here(point)}
         if runs_here(point):
-            self.server.run({"calibrate": about}, on_event, self.conditions(ends))
+            self.server.ask("calibrate", {"point": about}, on_event, self.conditions(ends))
         if candidates.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
-            self.server.run({"search": about}, on_event, self.conditions(ends))
+            self.server.ask("search", {"point": about, "pinned": pinned}, on_event, self.conditions(ends))
         self.progress.stop()
         if time.monotonic() >= ends and not candidates.ranking:
             candidates.ending = too_late(point)

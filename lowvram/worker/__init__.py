@@ -1,6 +1,6 @@
-"""The process that computes: runs the one request that its parent sends, and sends events until its end.
+"""The process that computes: runs the point that a folder describes, writes its files, and tells what it does.
 
-The package launch starts it by its module's name. It imports all packages except cli, runs and the clients of search,
-fidelity and planning. Begin with main.py (what a request asks for), then job.py (one point, from its configuration to
-the fields of its row).
+It imports all packages except cli and the clients of search, fidelity and planning. Begin with main.py (one rank of a
+point, or a question), then job.py (from the specification to the fields of the row); asks.py has the questions, and
+__main__.py is the command `python -m lowvram.worker FOLDER`.
 """

@@ -11,19 +11,21 @@ import signal
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, final
 
-from lowvram.launch.client import Ending
+from lowvram.launch.client import Ending, Order
 from lowvram.launch.events import Listener, encoded, opened_anew, parsed, write_all
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
+from lowvram.launch.torchrun import Launch
 from lowvram.loops.session import Interrupted
 from lowvram.worker import job
-from lowvram.worker import main as child
+from lowvram.worker.asks import ASKS
 from lowvram.worker.errors import ending
 from lowvram.worker.limits import lift
-from lowvram.worker.rendezvous import Rendezvous, SingleProcess
+from lowvram.worker.main import write_proc
+from lowvram.worker.rendezvous import Rendezvous
 from lowvram.worker.signals import StopSignals
 
 SECOND_SIGNAL = "ended by a second signal before it could save"
@@ -84,17 +86,6 @@ class Events:
         return True
 
 
-@contextmanager
-def events_of(folder: str | None, on_event: Listener) -> Iterator[Events]:
-    """The events of a point in `folder`, or of an answer."""
-    fds = () if folder is None else opened_anew(Path(folder))
-    try:
-        yield Events(on_event, fds[0] if fds else None)
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
 @final
 class Inline:
     """Takes the place of the fork server, with the same events and the same row."""
@@ -109,33 +100,42 @@ class Inline:
         """Nothing to wait for: torch is imported."""
 
     def run(
-        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
+        self,
+        spec: PointSpec,
+        on_event: Listener,
+        order: Order,
+        launch: Launch | None = None,
+        held: Sequence[int] = (),
     ) -> list[Ending]:
-        """Plan, or run one point. Signals and the time limit reach it directly, without `order`, and this process has
-        the descriptors `held` open anyway."""
-        stop = InProcessStop(request.get("config", {}).get("timeout_s"))
-        with events_of(request.get("folder"), on_event) as events:
-            fields = self._fields(request, events, stop)
-            events("row", fields=child.as_used(fields, request), rank=0)
-        return [{"rank": 0, "status": 0, "ended_by": None, "is_stopped": False}]
+        """Run one point. Signals and the time limit reach it directly, without `order`, and this process has the
+        descriptors `held` open anyway."""
+        spec.write()
+        fds, stop = opened_anew(spec.folder), InProcessStop(spec.config["timeout_s"])
+        try:
+            return self._end(Events(on_event, fds[0]), stop, lambda events: run(spec, events, stop))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
-    def _fields(self, request: dict[str, Any], events: Events, stop: InProcessStop) -> dict[str, Any]:
-        rendezvous = Rendezvous(SingleProcess(), request)
+    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending]:
+        """Answer a question of `worker/asks.py`."""
+        return self._end(Events(on_event, None), InProcessStop(None), lambda events: ASKS[name](events, **arguments))
+
+    def _end(self, events: Events, stop: InProcessStop, work: Callable[[Events], dict[str, Any]]) -> list[Ending]:
+        """Work to the end, whatever it is, and tell the row's fields."""
         try:
             with stop.listening():
-                if "plan" in request:
-                    fields = child.plan(request["plan"], events)
-                else:
-                    fields = run(request, events, stop, rendezvous)
+                fields = work(events)
         except BdbQuit:
             fields = {"status": "interrupted", "reason": "left in the debugger"}
         except BaseException as raised:  # as in a child: a point always reports how it ended
             fields = ending(raised)
             self.error = raised if fields["status"] == "error" else None
         lift()
-        return fields
+        events("row", fields=fields, rank=0)
+        return [{"rank": 0, "status": 0, "ended_by": None, "is_stopped": False}]
 
 
-def run(request: dict[str, Any], events: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:
-    child.write_proc("clear_refs", "5")  # resets the peak of resident memory
-    return job.run_request(request, events, stop, rendezvous)
+def run(spec: PointSpec, events: Events, stop: InProcessStop) -> dict[str, Any]:
+    write_proc("clear_refs", "5")  # resets the peak of resident memory
+    return job.run_spec(spec, events, stop, Rendezvous(Launch(0, 1, 0, 1)))

@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowvram.config.errors import require
 from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
-from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings, check_batch_size
+from lowvram.config.settings import CHILDS_OWN, GROUPS, KNOB_GROUPS, Settings, check_batch_size, is_inline
 from lowvram.config.settings import settings as settings_of
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
@@ -24,6 +24,7 @@ from lowvram.core.mesh import all_ranks, data_ranks
 from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
 from lowvram.fidelity.worker import Fidelity
+from lowvram.launch.spec import PointSpec
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.noise_scale import noise_of
@@ -33,6 +34,7 @@ from lowvram.loops.session import Events, Session, StopRequest
 from lowvram.loops.setup import (
     acting_allocator,
     check_batch_warmup,
+    check_cards,
     check_decided,
     check_metrics,
     open_data,
@@ -45,20 +47,21 @@ from lowvram.worker.mfu import mfu, whole_samples_per_s
 from lowvram.worker.rendezvous import Rendezvous
 
 
-def run_request(request: dict[str, Any], events: Events, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Run the point that a request describes; returns its part of the row."""
-    whole, more = settings_of(request["config"]), dict[str, Knob]()
-    if "fidelity" in request:
-        mode = Fidelity.asked(**request["fidelity"])
+def run_spec(spec: PointSpec, events: Events, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Run a point; returns its part of the row."""
+    whole, more = settings_of(spec.config), dict[str, Knob]()
+    whole.check_paths()
+    if spec.fidelity is not None:
+        mode = Fidelity.asked(**spec.fidelity)
         whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
-    found = run(whole, request, events, stop, rendezvous, more)
+    found = run(whole, spec, events, stop, rendezvous, more)
     rendezvous.leave(found, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **found}
 
 
 def run(
     settings: Settings,
-    request: dict[str, Any],
+    spec: PointSpec,
     events: Events,
     stop: StopRequest,
     rendezvous: Rendezvous,
@@ -71,13 +74,19 @@ def run(
     resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     wanted, names_card = wanted_ranks(sharding, device, settings.root.names_card), settings.root.names_card
-    num_ranks = rendezvous.count(sharding.ranks, wanted, device, names_card)
+    allowed = f"child for {wanted} ranks: each is a process of its own"
+    require(wanted == 1 or not is_inline(spec.config), "process", "inline", allowed)
+    num_ranks, num_local = rendezvous.count(sharding.ranks, wanted)
+    check_cards(num_local, device, names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
     check_batch_warmup(settings, num_ranks)
     check_decided(settings, device)
-    device = rendezvous.join(num_ranks, device, sharding.timeout_s)
+    device, spec = rendezvous.join(spec, num_ranks, device, sharding.timeout_s)
     noise = noise_of(settings.train)
-    knobs = {**named_knobs(settings, request["choices"], device), **more, **noise.knobs()}
+    choices, named = named_knobs(settings, spec.choices, device)
+    if choices != spec.choices:
+        events("ready", fields={"choices": choices})  # known also of a run that fails
+    knobs = {**named, **more, **noise.knobs()}
     seed_all(settings.root.seed)  # for what the model's constructor draws, but for weights
     data = open_data(settings)
     settings = with_steps(settings, data)
@@ -89,11 +98,10 @@ def run(
     rig = assemble(problem, knobs, device, settings.root.seed)
     seed_all(settings.root.seed + data_ranks().rank)  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
-    folder, is_resumed = Path(request["folder"]), request["resume"]
-    about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)
+    about = (spec.is_resumed, started, resident_bytes, malloc_bytes, chosen(spec.config, choices), spec.run, noise)
     sizes = SameSize(settings.train.batch_size)
-    session = Session(settings, knobs, problem, rig, data, sizes, events, stop, folder, *about)
-    return row_fields(session, settings.groups["mode"].run(session), request["choices"]["allocator"])
+    session = Session(settings, knobs, problem, rig, data, sizes, events, stop, spec.folder, *about)
+    return row_fields(session, settings.groups["mode"].run(session), choices["allocator"])
 
 
 def row_fields(session: Session, results: dict[str, Any], allocator: str) -> dict[str, Any]:
@@ -115,11 +123,11 @@ def import_libraries(settings: Settings) -> None:
                 import_module(name)
 
 
-def chosen(request: dict[str, Any]) -> dict[str, Any]:
+def chosen(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """The option of each group, and each value that can change a result, by dotted key."""
-    config = {key: value for key, value in without_secrets(request["config"]).items() if key not in NOT_IDENTITY}
-    fields = {key: value for key, value in by_dotted_key(config).items() if key not in NOT_IDENTITY}
-    return {group: request["choices"][group] for group in GROUPS} | fields
+    ours = {key: value for key, value in without_secrets(config).items() if key in CHILDS_OWN}
+    fields = {key: value for key, value in by_dotted_key(ours).items() if key not in NOT_IDENTITY}
+    return {group: choices[group] for group in GROUPS} | fields
 
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -131,19 +139,18 @@ def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     return values_by_key
 
 
-def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:
-    """The knobs by their names in messages, in the order in which they act within a stage. With `vram`, the limit is
-    one of them, and `choices` gets the allocator that takes effect."""
+def named_knobs(
+    settings: Settings, choices: Mapping[str, str], device: torch.device
+) -> tuple[dict[str, str], dict[str, Knob]]:
+    """The choices with the allocator that takes effect, which `vram` may change; and the knobs by their names in
+    messages, in the order in which they act within a stage. With `vram`, the limit is one of them."""
     knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
     if settings.vram_bytes is None:
-        return knobs
+        return dict(choices), knobs
     knobs.pop(f"allocator={choices['allocator']}")
-    choices["allocator"], allocator = acting_allocator(settings, choices, device)
-    return {
-        f"allocator={choices['allocator']}": allocator,
-        **knobs,
-        f"vram={settings.root.vram}": Cap(settings.vram_bytes),
-    }
+    name, allocator = acting_allocator(settings, choices, device)
+    capped = {f"allocator={name}": allocator, **knobs, f"vram={settings.root.vram}": Cap(settings.vram_bytes)}
+    return {**choices, "allocator": name}, capped
 
 
 def host_bytes() -> int:

@@ -1,6 +1,7 @@
 """The child: one point in a process of its own. It computes and sends events; the parent records them.
 
-However it ends, it sends an event with a status; only if it dies suddenly does the parent determine the status.
+However it ends, it tells an event with a status, and its first rank writes the row; only if it dies suddenly does
+whoever follows it determine the status.
 """
 
 from __future__ import annotations
@@ -16,34 +17,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
 from lowvram.config.secret import learn, text_without_secrets
-from lowvram.config.settings import settings
 from lowvram.config.texts import LONGEST_LINE, cut
-from lowvram.core.device import choose_device
 from lowvram.core.troubles import is_capped, is_out_of_memory
-from lowvram.fidelity.reference import reference_of
 from lowvram.launch.events import BY_PIPE, encoded, is_heard, write_all
 from lowvram.launch.native_log import native_log
-from lowvram.launch.supervisor import STOPS, Outlets, RankPlace
-from lowvram.loops.session import Events as Tell
+from lowvram.launch.spec import PointSpec
+from lowvram.launch.supervisor import STOPS, Outlets
+from lowvram.launch.torchrun import Launch
 from lowvram.loops.session import Interrupted
-from lowvram.loops.setup import acting_allocator
-from lowvram.loops.user_metrics import user_metrics
-from lowvram.planning.cache import TraceCache
-from lowvram.planning.time.calibration import Calibrations
-from lowvram.planning.time.microbench import calibrate
-from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
-from lowvram.search.worker import PlanCache, search
+from lowvram.results import metric_lines
+from lowvram.results import row as rows
+from lowvram.results.row import Status
+from lowvram.runs.row_so_far import RowSoFar
 from lowvram.worker import job
+from lowvram.worker.asks import ASKS
 from lowvram.worker.errors import ending, is_of_a_peer, says_all
 from lowvram.worker.limits import lift
-from lowvram.worker.rendezvous import Rendezvous, role_of
+from lowvram.worker.rendezvous import Rendezvous
 from lowvram.worker.signals import StopSignals
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
@@ -57,10 +51,13 @@ class Events:
 
     def __init__(self, outlets: Outlets, rank: int) -> None:
         self._outlets, self._rank = outlets, rank
+        self.so_far: RowSoFar | None = None  # of the run, once it is known
 
     def __call__(self, event: str, **fields: Any) -> bool:
         if self._rank and event not in OF_EVERY_RANK:
             return True
+        if self.so_far is not None:
+            self.so_far.on_event(event, fields)
         data = encoded({"event": event, **fields})
         try:
             write_all(self._outlets.events, b"\n" + data + b"\n")
@@ -143,15 +140,22 @@ class ChildStop(StopSignals):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main(request: dict[str, Any], outlets: Outlets, place: RankPlace) -> int:
-    """Run one request as one rank; returns the exit code."""
+def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) -> int:
+    """Run one request as one rank; returns the exit code.
+
+    Args:
+        rank: among those that the fork server has started.
+        listener: see `Rendezvous`.
+    """
     learn(request)
-    role = role_of(place, request)
-    events = Events(outlets, role.rank)
-    spoken = SpokenStream(outlets.printed, f"rank {role.rank}: " if role.rank else "")
-    speak(spoken, is_first=role.rank == 0)
+    started, num_ranks = request.get("launch"), request.get("num_ranks", 1)  # by torchrun, or by the fork server
+    launch = Launch(**started) if started else Launch(rank, num_ranks, rank, num_ranks)
+    events = Events(outlets, launch.rank)
+    spoken = SpokenStream(outlets.printed, f"rank {launch.rank}: " if launch.rank else "")
+    speak(spoken, is_first=launch.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop, rendezvous, about = ChildStop(), Rendezvous(role, request), {"rank": role.rank}
+    stop, rendezvous = ChildStop(), Rendezvous(launch, listener, is_unwatched=bool(started))
+    about: dict[str, Any] = {"rank": launch.rank}
     try:
         stop.listen()
         fields = work(request, events, stop, rendezvous)
@@ -166,13 +170,30 @@ def main(request: dict[str, Any], outlets: Outlets, place: RankPlace) -> int:
     stop.settle()
     lift()
     spoken.flush()
-    events("row", fields=as_used(fields, request), **about)
+    events("row", fields=fields, **about)
+    if events.so_far is not None and launch.rank == 0 and not about.get("is_of_a_peer"):
+        with suppress(OSError):  # whoever follows the run says so
+            write_row(events.so_far, request.get("is_alone", False))
     return EXIT_CODES.get(fields["status"], 1)
 
 
-def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with the options that were really used: `vram` may have changed the allocator."""
-    return fields | {"choices": request["choices"]} if "choices" in request else fields
+def write_row(so_far: RowSoFar, is_alone: bool) -> None:
+    """Write the row of a run that has ended, unless somebody else decides about it: a comparison; whoever began it, if
+    it was refused, or if it can begin again; or an earlier run that it went on from, until it has saved a step.
+
+    Args:
+        is_alone: whether nobody follows the run.
+    """
+    so_far.add_reports(0, so_far.reports)
+    so_far.add({"reason": None, **so_far.reports[0].fields})
+    status = so_far.row["status"]
+    is_refused = status == Status.INCOMPATIBLE and not so_far.has_steps and not is_alone
+    is_again = status == Status.OOM and so_far.more_parts is not None and not is_alone
+    is_earlier_kept = so_far.spec.is_resumed and status != Status.OK and not so_far.has_saved
+    if so_far.spec.fidelity is None and not (is_refused or is_again or is_earlier_kept):
+        metric_lines.sync(so_far.spec.folder)
+        so_far.complete()
+        rows.write(so_far.spec.folder, so_far.row)
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:
@@ -194,71 +215,15 @@ def as_stream(spoken: Any) -> Any:
 
 
 def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: Rendezvous) -> dict[str, Any]:
-    """What the request asks for; returns its part of a row."""
-    if "check" in request:
-        return check(request["check"])
-    if "calibrate" in request:
-        return calibrated(request["calibrate"])
-    if "search" in request:
-        return search_for(request["search"], events)
-    if "reference" in request:
-        return {"status": "ok", "reference": reference_of(**request["reference"])}
-    if "plan" in request:
-        return plan(request["plan"], events)
-    prepare(Path(request["folder"]) / native_log(rendezvous.rank))
-    return job.run_request(request, events, stop, rendezvous)
-
-
-def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Build the objects of some configurations of a sweep. Raises the first mistake."""
-    for config in configs:
-        user_metrics(settings(config).eval.metrics or (), torch.device("cpu"))
-    return {"status": "ok"}
-
-
-def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
-    """Plan point after point, and send each plan as soon as it is made."""
-    planner = Planner(TraceCache(), Calibrations())
-    for index, point in enumerate(points):
-        events("planned", index=index, fields=planned(planner, point))
-    return {"status": "ok"}
-
-
-def calibrated(point: dict[str, Any]) -> dict[str, Any]:
-    """Measure the rates of the device that a point runs on, with its allocator, unless they are on disk already."""
-    whole = settings(point["config"])
-    device = choose_device(whole.root.device)
-    name, allocator = acting_allocator(whole, point["choices"], device)
-    allocator.set_malloc()
-    Calibrations().get(device, name, calibrate)
-    return {"status": "ok"}
-
-
-def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Find the candidates of a search; sends an event for each plan that was made."""
-    whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
-    plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
-    cache = PlanCache(
-        planner,
-        whole,
-        point["choices"],
-        plan_device,
-        lambda num_plans: events("searched", num_plans=num_plans),
-        is_measured=point["is_real"],
-    )
-    try:
-        events("found", **search(cache, point["pinned"]))
-    except CantPlan as error:
-        return {"status": "error", "reason": f"{error}; a search needs plans: mode=measure runs a point without one"}
-    return {"status": "ok"}
-
-
-def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan in the row of one point."""
-    whole, launch = settings(point["config"]), point["launch"]
-    if not point["is_real"]:
-        return planner.fields(whole, point["choices"])
-    return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
+    """Run the point, or answer the question; returns the fields of the row."""
+    if name := request.get("ask"):
+        return ASKS[name](events, **request["arguments"])
+    folder = Path(request["folder"])
+    prepare(folder / native_log(rendezvous.rank))
+    spec = PointSpec.read(folder, request["hidden"])
+    learn(spec.config)
+    events.so_far = RowSoFar(spec, spec.first_row())
+    return job.run_spec(spec, events, stop, rendezvous)
 
 
 def prepare(native_log: Path) -> None:

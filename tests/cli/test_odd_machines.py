@@ -18,7 +18,7 @@ from lowvram.results import terminal
 from tests.calls import ROOT, Outcome
 
 FILLED = (
-    "from lowvram.cli.streams import fill_descriptors as fill; import os; fill(); [os.fstat(fd) for fd in range(3)]"
+    "from lowvram.launch.streams import fill_descriptors as fill; import os; fill(); [os.fstat(fd) for fd in range(3)]"
 )
 
 

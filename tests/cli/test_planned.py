@@ -113,14 +113,15 @@ class Dying:
     def __init__(self, num_deaths: int) -> None:
         self.num_deaths, self.asked = num_deaths, list[int]()
 
-    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
-        self.asked.append(len(request["plan"]))
+    def ask(self, name: str, asked: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
+        assert name == "plan"
+        self.asked.append(len(asked["points"]))
         for index in range(1 if len(self.asked) <= self.num_deaths else self.asked[-1]):
             on_event(
                 {
                     "event": "planned",
                     "index": index,
-                    "fields": {"status": "ok", "plan": {"of": request["plan"][index]["of"]}},
+                    "fields": {"status": "ok", "plan": {"of": asked["points"][index]["of"]}},
                 }
             )
 
@@ -142,8 +143,8 @@ def test_what_was_planned_by_a_process_that_was_killed_is_planned_once_more(
 class Interrupted(Dying):
     """The same, but somebody sends the planning process a signal, and it says so."""
 
-    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
-        super().run(request, on_event, order)
+    def ask(self, name: str, asked: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
+        super().ask(name, asked, on_event, order)
         if len(self.asked) <= self.num_deaths:
             on_event({"event": "row", "fields": {"status": "interrupted", "reason": "stopped by a signal"}})
 

@@ -18,7 +18,7 @@ BAD_NAME = b"0\xff\xe4.png"  # no UTF-8: Python reads it with surrogates
 
 
 def shown(stream: str, encoding: str, program: str) -> subprocess.CompletedProcess[bytes]:
-    imports = "import sys; from lowvram.cli.streams import protect_streams"
+    imports = "import sys; from lowvram.launch.streams import protect_streams"
     code = f"{imports}; protect_streams(); print({program}, file=sys.{stream})"
     env = {**os.environ, "PYTHONIOENCODING": encoding}
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)

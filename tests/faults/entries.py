@@ -30,7 +30,7 @@ def load(words: Sequence[str]) -> int:
 
 def table(words: Sequence[str]) -> int:
     """`python -m lowvram.table FOLDER`"""
-    from lowvram.cli.streams import protect_streams
+    from lowvram.launch.streams import protect_streams
     from lowvram.results.table import main
 
     protect_streams()
@@ -39,7 +39,7 @@ def table(words: Sequence[str]) -> int:
 
 def report(words: Sequence[str]) -> int:
     """`python -m lowvram.report FOLDER`"""
-    from lowvram.cli.streams import protect_streams
+    from lowvram.launch.streams import protect_streams
     from lowvram.results.report.report import main
 
     protect_streams()

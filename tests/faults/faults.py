@@ -195,7 +195,8 @@ def arm() -> None:
         act(settings.root, 0, Path())
         low_bit.compiled_step = compiled_step if settings.root.name == COMPILED else eager(compiled_step)
         is_forgetful = settings.root.name == FORGETFUL and settings.groups["accum"].parts > 1
-        return named(settings, *args) | ({"forgetful": forgetful()} if is_forgetful else {})
+        choices, knobs = named(settings, *args)
+        return choices, knobs | ({"forgetful": forgetful()} if is_forgetful else {})
 
     @functools.wraps(updated)
     def update(session: Session, *args: Any) -> Any:

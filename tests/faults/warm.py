@@ -55,15 +55,11 @@ def warm_up() -> None:
     for name in (*server.PRELOAD, *modules):
         if name not in SCRIPTS:
             import_unless_lacking(name)
-    from lowvram.config import registry, source_checks
-    from lowvram.config.settings import GROUPS
+    from lowvram.config import registry
     from lowvram.knobs.optimizer import low_bit
 
     Plugins.instance()
-    registry.read_all()  # what each process would read of conf/ and of the sources
-    for group in GROUPS:
-        for option in registry.options_of(group):
-            source_checks.class_at(registry.node_of(group, option).get("_target_"))
+    registry.read_all()  # what each process would read of conf/
     low_bit.compiled_step = faults.eager(low_bit.compiled_step)  # as in all tests
     gc.collect()
     gc.freeze()

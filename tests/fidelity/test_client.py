@@ -12,6 +12,7 @@ import pytest
 
 from lowvram.config.errors import Refused
 from lowvram.fidelity.client import Comparison, Reference, check_fresh
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.sealed import sealed
 from lowvram.results.row import Row
@@ -60,6 +61,7 @@ def test_it_touches_nothing_else(call: Call) -> None:
     assert compared["time"]["steps"] == plain["time"]["steps"]
     assert compared["loss"] == plain["loss"]
     left = {".hydra", ".lowvram", "memory_over_step.csv", "metrics.jsonl", "native.log", "result.json"}
+    left |= {"events.jsonl", "spec.json"}
     assert {file.name for file in outcome.folder.iterdir()} == left
 
 
@@ -139,11 +141,11 @@ def test_a_reference_that_was_killed_is_run_again(monkeypatch: pytest.MonkeyPatc
     statuses = ["killed", "ok"]
     comparison = Comparison.__new__(Comparison)
     comparison.stop_signals = lambda: 0
-    monkeypatch.setattr(Comparison, "run_child_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
-    assert comparison.run_child({}).status == "ok"
+    monkeypatch.setattr(Comparison, "followed_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
+    assert comparison.followed(lambda *_: None).status == "ok"
     statuses += ["killed", "ok"]
     comparison.stop_signals = lambda: 1
-    assert comparison.run_child({}).status == "killed"
+    assert comparison.followed(lambda *_: None).status == "killed"
 
 
 def test_torchrun_is_refused() -> None:
@@ -174,7 +176,7 @@ def test_what_is_refused(call: Call, words: tuple[str, ...], sentence: str, tmp_
 def test_a_damaged_reference_is_run_again(tmp_path: Path) -> None:
     said: list[str] = []
     comparison: Any = SimpleNamespace(progress=SimpleNamespace(say=said.append))
-    reference, file = Reference(comparison, {}), tmp_path / "x.json"
+    reference, file = Reference(comparison, PointSpec(tmp_path, {}, {}, {})), tmp_path / "x.json"
     assert (reference.kept(file), said) == (None, [])
     file.write_text(sealed('{"id": "x", "losses": [1.5, 2.5]}'))
     assert (reference.kept(file), said) == ([1.5, 2.5], [])

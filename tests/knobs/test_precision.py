@@ -17,6 +17,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import WRITES, conflicts
 from lowvram.core.ledger import ledger
@@ -293,7 +294,7 @@ def test_the_scale_grows_after_one_update_at_least() -> None:
 
 
 def test_only_bf16_needs_the_device_to_compute_in_it() -> None:
-    assert [fact.name for fact in Bf16().needs()] == ["BF16"]
+    assert Bf16().needs() == {Fact.BF16}
     assert not Fp16().needs()
 
 

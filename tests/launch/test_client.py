@@ -16,21 +16,21 @@ import pytest
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch import client
 from lowvram.launch.client import Event, Server
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import KILL, TERM
 from tests.calls import TINY, Outcome, children, wait_until
 
 Call = Callable[..., Outcome]
-Request = dict[str, Any]
 
 
 @pytest.fixture
-def request_for(call: Call, tmp_path: Path) -> Callable[[str], Request]:
-    """Makes the request of a tiny point, with a fault."""
+def request_for(call: Call, tmp_path: Path) -> Callable[[str], PointSpec]:
+    """Makes a tiny point, with a fault."""
     row = call(*TINY, "train.steps=1").row
 
-    def make(fault: str) -> Request:
+    def make(fault: str) -> PointSpec:
         config = {key: row["config"][key] for key in CHILDS_OWN} | {"name": fault}
-        return {"config": config, "choices": row["choices"], "folder": str(tmp_path), "resume": False, "threads": 1}
+        return PointSpec(tmp_path, config, row["choices"], {})
 
     return make
 
@@ -40,7 +40,7 @@ def pid_of(server: Server) -> int:
     return server._process.pid
 
 
-def run(server: Server, request: Request) -> tuple[int | None, dict[str, Any]]:
+def run(server: Server, request: PointSpec) -> tuple[int | None, dict[str, Any]]:
     """How the child died, and its row."""
     events: list[Event] = []
     give_up = time.monotonic() + 20
@@ -50,7 +50,7 @@ def run(server: Server, request: Request) -> tuple[int | None, dict[str, Any]]:
 
 
 def test_no_signal_is_lost_however_early_it_comes(
-    shared_server: Server, request_for: Callable[[str], Request], tmp_path: Path
+    shared_server: Server, request_for: Callable[[str], PointSpec], tmp_path: Path
 ) -> None:
     """A child inherits that signals are ignored; one that comes before it listens must be answered all the same."""
     request = request_for("hang@0")
@@ -73,7 +73,7 @@ def terminate_at_once(server: int) -> None:
 
 @pytest.mark.slow
 def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
-    shared_server: Server, request_for: Callable[[str], Request]
+    shared_server: Server, request_for: Callable[[str], PointSpec]
 ) -> None:
     """Not with the answer to the one before; and the child that nobody listens to ends."""
 
@@ -90,7 +90,7 @@ def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [TERM, KILL])
 def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_gets_another(
-    shared_server: Server, request_for: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch, order: bytes
+    shared_server: Server, request_for: Callable[[str], PointSpec], monkeypatch: pytest.MonkeyPatch, order: bytes
 ) -> None:
     """As after `kill -STOP`: it passes nothing on, so a time limit and Ctrl-C would be in vain."""
     monkeypatch.setattr(client, "STOPPED_GRACE_S", 0.3)
@@ -109,7 +109,16 @@ def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_
     assert pid_of(shared_server) != pid
 
 
-def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], Request]) -> None:
+def test_an_order_that_comes_while_ranks_are_counted_ends_the_point(shared_server: Server, call: Call) -> None:
+    """Each order is given once: the run that is to follow would hear of it no more."""
+    outcome = call(*TINY, "sharding=ddp", "sharding.ranks=2", "train.steps=1", "device=cpu")
+    spec = PointSpec.read(outcome.folder)
+    orders, events = iter([None, TERM]), list[Event]()
+    assert shared_server.run(spec, events.append, lambda: next(orders, None)) is None
+    assert events == []
+
+
+def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], PointSpec]) -> None:
     request = request_for("exit17@1")
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
@@ -119,11 +128,12 @@ def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str]
 
 
 def test_a_request_may_be_larger_than_any_socket_takes(
-    shared_server: Server, request_for: Callable[[str], Request]
+    shared_server: Server,
 ) -> None:
-    request = request_for("exit17@1") | {"padding": "x" * 2**22}
-    status, _ = run(shared_server, request)
-    assert os.waitstatus_to_exitcode(status or 0) == 17
+    asked = {"config": {"padding": "x" * 2**22}, "choices": {}}
+    ended = shared_server.ask("reference", asked, lambda _: None, lambda: None)
+    assert ended is not None
+    assert os.waitstatus_to_exitcode(ended[0]["status"]) == 3  # it has read it, and found it no configuration
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -134,7 +144,6 @@ def test_what_is_held_is_open_until_the_last_rank_is_dead(
     sharding = "ddp" if num_ranks > 1 else "none"
     row = call(*TINY, f"sharding={sharding}", f"sharding.ranks={num_ranks}").row
     config: dict[str, Any] = {key: row["config"][key] for key in CHILDS_OWN} | {"name": "hang"}
-    about = {"folder": str(tmp_path), "resume": False, "threads": 1}
     held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
     seen: list[list[bool]] = []
@@ -146,8 +155,8 @@ def test_what_is_held_is_open_until_the_last_rank_is_dead(
             pid = pid_of(shared_server)
             seen.append([holds(process, tmp_path / "lock") for process in (pid, *children(pid))])
 
-    request = {"config": config, "choices": row["choices"], **about}
-    ended = shared_server.run(request, on_event, lambda: KILL if seen else None, [held])
+    spec = PointSpec(tmp_path, config, row["choices"], {})
+    ended = shared_server.run(spec, on_event, lambda: KILL if seen else None, held=[held])
     assert ended is not None
     assert seen == [[False, *[True] * num_ranks]]
     assert not is_locked(tmp_path / "lock")

@@ -26,7 +26,7 @@ from lowvram.launch.events import (
     opened_anew,
     parsed,
 )
-from lowvram.launch.supervisor import Outlets, RanksCall, parsed_call
+from lowvram.launch.supervisor import Outlets
 from lowvram.worker.main import Events, SpokenStream
 
 
@@ -187,21 +187,3 @@ def test_every_event_has_a_form() -> None:
     told = {name for file in files for name in re.findall(r'\b_?(?:events|tell)\(\s*"(\w+)"', file.read_text())}
     assert told <= EVENTS.keys()
     assert {"row", "begin", "metrics"} <= told
-
-
-def test_junk_is_no_call_for_more_ranks() -> None:
-    """Code of the user's may have written it: the fork server goes on."""
-    sound = b'{"num_ranks": 2, "timeout_s": 4.5, "port": 7}'
-    assert parsed_call(sound) == RanksCall(2, 7, 4.5)
-    others = (
-        b"",
-        b"junk{",
-        b"[1]",
-        b"3",
-        b"\xff",
-        b'{"num_ranks": 2}',
-        sound.replace(b"2", b'"2"'),
-        sound.replace(b"2", b"0"),
-    )
-    for message in others:
-        assert parsed_call(message) is None

@@ -184,7 +184,7 @@ def test_out_of_memory_can_not_begin_again(mine: tuple[str, ...], train: Call) -
 
 
 def test_a_plan_is_made_here_too(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "run", None)
+    monkeypatch.setattr(Server, "ask", None)
     outcome = call(*TINY, "process=inline", "mode=plan")
     assert outcome.code == 0, outcome.said()
     assert outcome.row["plan"]["allocated_bytes"] > 0

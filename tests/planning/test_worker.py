@@ -223,7 +223,7 @@ def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_what_has_no_noise_scale_is_refused_by_a_plan_as_by_a_run(words: list[str]) -> None:
     whole, choices = composed(*TINY, "device=cpu", "accum=x2", "train.noise_scale=true", *words)
-    knobs = {**job.named_knobs(whole, choices, torch.device("cpu")), **noise_of(whole.train).knobs()}
+    knobs = {**job.named_knobs(whole, choices, torch.device("cpu"))[1], **noise_of(whole.train).knobs()}
     several = {} if "sharding.ranks=2" not in words else {Fact.ONE_RANK: "there are two"}
     problem = Planner().problem(whole)
     with pytest.raises(Incompatible) as refused:

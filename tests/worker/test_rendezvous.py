@@ -11,10 +11,10 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.launch.native_log import native_log
-from lowvram.launch.supervisor import RankPlace
+from lowvram.launch.spec import PointSpec
 from lowvram.launch.torchrun import Launch, aside, launch_from
-from lowvram.loops.setup import Sharding, wanted_ranks
-from lowvram.worker.rendezvous import Master, Rendezvous, Role, Torchrun, Worker
+from lowvram.loops.setup import Sharding, check_cards, wanted_ranks
+from lowvram.worker.rendezvous import Rendezvous
 from tests.laboratory import CPU
 
 CUDA = torch.device("cuda", 0)
@@ -26,16 +26,19 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
-def first() -> Rendezvous:
-    return meeting(Master.__new__(Master))  # nobody is called here
+def first(num_ranks: int) -> Rendezvous:
+    return Rendezvous(Launch(0, num_ranks, 0, num_ranks))
 
 
-def meeting(way: Role) -> Rendezvous:
-    return Rendezvous(way, {"threads": 1})
+def started(launch: Launch) -> Rendezvous:
+    return Rendezvous(launch, is_unwatched=True)
 
 
 def count(meeting: Rendezvous, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-    return meeting.count(sharding.ranks, wanted_ranks(sharding, device, names_card), device, names_card)
+    wanted = wanted_ranks(sharding, device, names_card)
+    num_ranks, num_local = meeting.count(sharding.ranks, wanted)
+    check_cards(num_local, device, names_card)
+    return num_ranks
 
 
 @pytest.mark.parametrize(
@@ -53,21 +56,22 @@ def count(meeting: Rendezvous, sharding: Sharding, device: torch.device, names_c
 def test_auto_is_every_visible_card(
     sharding: Unsharded, device: torch.device, names_card: bool, num_ranks: int
 ) -> None:
-    assert count(first(), sharding, device, names_card) == num_ranks
+    assert count(first(num_ranks), sharding, device, names_card) == num_ranks
 
 
 def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2, the number of visible CUDA devices"):
-        count(first(), DDP(ranks="3"), CUDA, names_card=False)
+        count(first(1), DDP(ranks="3"), CUDA, names_card=False)
 
 
 def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
     with pytest.raises(BadInput, match="device='cuda:1': must be auto or cuda with several ranks"):
-        count(first(), DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
+        count(first(1), DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
 
 
-def test_the_others_know_what_the_first_has_found_out() -> None:
-    assert count(meeting(Worker(RankPlace(1, num_ranks=2, port=1))), DDP(), CUDA, names_card=False) == 2
+def test_a_rank_runs_only_with_as_many_others_as_the_point_takes() -> None:
+    with pytest.raises(BadInput, match=r"sharding.ranks='2': must be 1, the number of processes that were started"):
+        first(1).join(PointSpec(Path(), {}, {}, {}), 2, CPU, 1.0)
 
 
 def test_torchrun_s_words_are_understood() -> None:
@@ -77,9 +81,9 @@ def test_torchrun_s_words_are_understood() -> None:
 
 
 def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
-    assert count(meeting(Torchrun(Launch(3, 4, 1, 2))), DDP(ranks="4"), CUDA, names_card=False) == 4
+    assert count(started(Launch(3, 4, 1, 2)), DDP(ranks="4"), CUDA, names_card=False) == 4
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2"):
-        count(meeting(Torchrun(Launch(3, 6, 1, 3))), DDP(), CUDA, names_card=False)
+        count(started(Launch(3, 6, 1, 3)), DDP(), CUDA, names_card=False)
 
 
 def test_a_program_aside_says_nothing_and_leaves_nothing(

@@ -34,6 +34,7 @@ NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a momen
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 LOGGED = (
+    "spec.json",
     "metrics.jsonl",
     "events.jsonl",
     "native.log",
@@ -61,6 +62,7 @@ NAMES = {
     Kind.RUN: (
         *SHARED,
         ".hydra",
+        "spec.json",
         "metrics.jsonl",
         "events.jsonl",
         "metrics.damaged.jsonl",

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lowvram.compress.distillation.matching import Call, evenly, find_matches
 from lowvram.compress.distillation.task import Distill
 from lowvram.config.errors import BadInput
-from lowvram.config.source_checks import check_values
+from lowvram.config.schema import build
 from lowvram.tasks import Auto, Problem
 from tests.compress.distillation.teachers import DEEPER, TEACHERS, distilled
 from tests.compress.distillation.test_cache import written
@@ -105,10 +105,10 @@ def test_a_value_that_makes_no_sense_is_refused(values: dict[str, Any], what: st
         Distill(**{"teacher": "somewhere", **values})
 
 
-def test_a_cache_and_features_are_refused_before_any_process_starts() -> None:
+def test_a_cache_and_features_are_refused() -> None:
     target = f"{Distill.__module__}.Distill"
     with pytest.raises(BadInput, match=r"^task\.feature_weight=0\.5: must be 0 with task\.cache"):
-        check_values(OmegaConf.create({"_target_": target, "cache": "somewhere", "feature_weight": 0.5}), "task")
+        build(OmegaConf.create({"_target_": target, "cache": "somewhere", "feature_weight": 0.5}), "task")
 
 
 def test_a_cache_of_predictions_takes_no_features(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""What a process may be asked besides running a point: each question is a function of its arguments that returns fields
+of a row, and may tell events before. `Runner.ask` takes its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.config.settings import check_batch_size, settings
+from lowvram.core.device import choose_device
+from lowvram.fidelity.reference import reference_of
+from lowvram.loops.session import Events
+from lowvram.loops.setup import acting_allocator, check_cards, wanted_ranks
+from lowvram.loops.user_metrics import user_metrics
+from lowvram.planning.cache import TraceCache
+from lowvram.planning.time.calibration import Calibrations
+from lowvram.planning.time.microbench import calibrate as measure_rates
+from lowvram.planning.trace.fake import CantPlan
+from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
+from lowvram.results.row import Status
+from lowvram.search.worker import PlanCache
+from lowvram.search.worker import search as find_candidates
+
+Fields = dict[str, Any]
+Point = Mapping[str, Any]  # see planning/client.py, `request_for`
+
+
+def check(events: Events, configs: list[dict[str, Any]]) -> Fields:
+    """Build the objects of some configurations of a sweep. Raises the first mistake."""
+    for config in configs:
+        whole = settings(config)
+        whole.check_paths()
+        ranks = whole.groups["sharding"].ranks
+        num_ranks = 1 if ranks == "auto" else int(ranks)
+        check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_ranks)
+        user_metrics(whole.eval.metrics or (), torch.device("cpu"))
+    return {"status": "ok"}
+
+
+def plan(events: Events, points: list[Point]) -> Fields:
+    """Plan point after point, and send each plan as soon as it is made."""
+    planner = Planner(TraceCache(), Calibrations())
+    for index, point in enumerate(points):
+        events("planned", index=index, fields=planned(planner, point))
+    return {"status": "ok"}
+
+
+def planned(planner: Planner, point: Point) -> Fields:
+    """The fields of a plan in the row of one point."""
+    try:
+        whole, launch = settings(point["config"]), point["launch"]
+        whole.check_paths()
+    except BadInput as error:  # of this point alone
+        return {"status": Status.INCOMPATIBLE.value, "reason": str(error)}
+    if not point["is_real"]:
+        return planner.fields(whole, point["choices"])
+    return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
+
+
+def calibrate(events: Events, point: Point) -> Fields:
+    """Measure the rates of the device that a point runs on, with its allocator, unless they are on disk already."""
+    whole = settings(point["config"])
+    device = choose_device(whole.root.device)
+    name, allocator = acting_allocator(whole, point["choices"], device)
+    allocator.set_malloc()
+    Calibrations().get(device, name, measure_rates)
+    return {"status": "ok"}
+
+
+def search(events: Events, point: Point, pinned: list[str]) -> Fields:
+    """Find the candidates of a search; sends an event for each plan that was made."""
+    whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
+    plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
+    cache = PlanCache(
+        planner,
+        whole,
+        point["choices"],
+        plan_device,
+        lambda num_plans: events("searched", num_plans=num_plans),
+        is_measured=point["is_real"],
+    )
+    try:
+        events("found", **find_candidates(cache, pinned))
+    except CantPlan as error:
+        return {"status": "error", "reason": f"{error}; a search needs plans: mode=measure runs a point without one"}
+    return {"status": "ok"}
+
+
+def ranks(events: Events, config: dict[str, Any]) -> Fields:
+    """How many ranks a point takes on this machine."""
+    whole = settings(config)
+    device = choose_device(whole.root.device)
+    num_ranks = wanted_ranks(whole.groups["sharding"], device, whole.root.names_card)
+    check_cards(num_ranks, device, whole.root.names_card)
+    check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_ranks)  # which limits their number
+    return {"status": "ok", "ranks": num_ranks}
+
+
+def reference(events: Events, config: dict[str, Any], choices: dict[str, str]) -> Fields:
+    """The configuration and choices of what a point's fidelity is measured against."""
+    return {"status": "ok", "reference": reference_of(config, choices)}
+
+
+ASKS: Mapping[str, Callable[..., Fields]] = {
+    asked.__name__: asked for asked in (check, plan, calibrate, search, ranks, reference)
+}

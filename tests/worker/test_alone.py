@@ -1,0 +1,135 @@
+"""`python -m lowvram.worker FOLDER`: a run that nobody follows writes the same files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowvram.launch.events import FILE_NAME
+from lowvram.launch.spec import PointSpec
+from lowvram.worker.__main__ import main
+from tests.calls import ROOT, TINY, Outcome, history, read_row
+
+Call = Callable[..., Outcome]
+LEFT = ("result.json", "metrics.jsonl", "events.jsonl", "memory_over_step.csv", "model", "snapshots")
+
+
+def started(folder: Path, **environment: Any) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in environment.items()}
+    words = [sys.executable, "-m", "lowvram.worker", str(folder)]
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path) -> tuple[int, str, str]:
+    process = started(folder)
+    said, complained = process.communicate(timeout=120)
+    return process.returncode, said, complained
+
+
+def prepared(call: Call, *words: str) -> Outcome:
+    """A run of which nothing is left but what determines it."""
+    outcome = call(*TINY, *words)
+    assert outcome.code == 0, outcome.said()
+    for name in LEFT:
+        path = outcome.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return outcome
+
+
+def test_the_same_files_are_written(call: Call) -> None:
+    outcome = call(*TINY, "train.steps=3")
+    wanted, lines = outcome.row, history(outcome.folder)
+    for name in LEFT:
+        path = outcome.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    code, said, complained = run(outcome.folder)
+    assert (code, complained) == (0, "")
+    assert said.startswith("data: synthetic tokens")
+    row = read_row(outcome.folder)
+    assert row["model"] == wanted["model"]
+    assert row["loss"] == wanted["loss"]
+    assert {key for key, value in row.items() if value} == {key for key, value in wanted.items() if value}
+    assert history(outcome.folder) == lines
+    code, said, _ = run(outcome.folder)
+    assert code == 0
+    assert said.endswith(": has its result already: ok\n")
+
+
+@pytest.mark.slow
+def test_one_that_was_interrupted_goes_on(call: Call) -> None:
+    outcome = prepared(call, "train.steps=900", "train.log_every=1", "plan.skip=true")
+    process = started(outcome.folder)
+    while not (outcome.folder / "metrics.jsonl").exists() or len(history(outcome.folder)) < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    row = read_row(outcome.folder)
+    assert row["status"] == "interrupted"
+    num_steps = len(history(outcome.folder))
+    assert row["reason"] == f"stopped after step {num_steps} of 900"
+    code, said, complained = run(outcome.folder)
+    assert (code, complained) == (0, ""), said
+    trained = [line["step"] for line in history(outcome.folder) if "loss/train" in line]
+    assert trained == list(range(1, 901))
+
+
+@pytest.mark.slow
+def test_several_ranks_are_processes_with_torchrun_s_variables(call: Call) -> None:
+    outcome = call(*TINY, "train.steps=3", "sharding=ddp", "sharding.ranks=2", "device=cpu")
+    wanted, lines = outcome.row, history(outcome.folder)
+    for name in LEFT:
+        path = outcome.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    words += ["-m", "lowvram.worker", str(outcome.folder)]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    row = read_row(outcome.folder)
+    assert (row["status"], row["loss"]) == ("ok", wanted["loss"])
+    assert [rank["rank"] for rank in row["ranks"]] == [0, 1]
+    assert history(outcome.folder) == lines
+
+
+def test_one_process_is_too_few_for_two_ranks(call: Call) -> None:
+    outcome = prepared(call, "train.steps=1", "sharding=ddp", "sharding.ranks=2", "device=cpu")
+    code, _, _ = run(outcome.folder)
+    assert code == 3
+    row = read_row(outcome.folder)
+    assert row["status"] == "incompatible"
+    assert row["reason"].startswith("sharding.ranks='2': must be 1, the number of processes that were started for it")
+    assert (outcome.folder / FILE_NAME).exists()
+
+
+def test_code_of_somebody_else_isn_t_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"callbacks": ["evil.Evil"], "resume": None}
+    PointSpec(tmp_path, config, {"mode": "train"}, {"id": "0" * 16, "name": "n"}).write()
+    assert main([str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "it names code to run (callbacks: evil.Evil), and you haven't signed it here" in said
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_a_folder_must_be_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 3
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
+def test_a_folder_without_a_specification_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert said.endswith(": its spec.json, which each run leaves: No such file or directory\n")
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
