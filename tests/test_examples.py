@@ -20,6 +20,8 @@ from tests.calls import TINY, Outcome
 from tests.offline import records_of, summary_of
 from tests.wandb_server import ENTITY, KEY, PROJECT, SWEEP, wandb_server
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -34,6 +34,8 @@ from tests.test_laws import Pair, reference, words
 from tests.tiers import first_of
 
 pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.sampled(2),
     pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards"),
     # It warns of in-place operations on what a block returns; T5's blocks return views, and nothing is done in place.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
@@ -46,6 +48,7 @@ SPECS = {
 }
 SIZES = [4, 8]
 ONE_KIND = "llama"  # the family that stands for all where each would take its time
+FEW_KINDS = (ONE_KIND, "t5")  # those of scripts/test: a decoder alone, and blocks that are called with most
 # All that can't be had, and why: the blocks of most families are called with more than tensors; a ResNet has no MLPs,
 # and only batch norms.
 REFUSED = {
@@ -95,7 +98,7 @@ def is_slow(case: tuple[Pair, str]) -> bool:
     (group, _), kind = case
     knob = KNOBS[case[0]]
     is_compiled = knob.stage is Stage.COMPILE or Fact.COMPILED in knob.needs()
-    return is_compiled or (group == "optimizer" and kind != ONE_KIND)
+    return is_compiled or kind not in FEW_KINDS or (group == "optimizer" and kind != ONE_KIND)
 
 
 def quick_first(cases: list[tuple[Pair, str]]) -> list[Any]:
@@ -150,7 +153,9 @@ def test_an_inexact_knob_stays_in_its_band(pair: Pair, kind: str) -> None:
     assert 0 < relative_error(*gradients) <= KNOBS[pair].band
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"resnet"}))
+@pytest.mark.parametrize(
+    "kind", first_of(sorted(CONFIGS.keys() - {"resnet"}, key=lambda kind: kind not in FEW_KINDS), 2)
+)
 def test_recomputing_every_block_saves_two_fifths(kind: str) -> None:
     assert kept_by_every1(problem(kind)) <= 0.6
 

@@ -33,7 +33,11 @@ from tests.laboratory import (
 from tests.test_laws import Pair, words
 from tests.tiers import first_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards")
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.sampled(3),
+    pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards"),
+]
 
 
 # Any two options either train together or say why not.
@@ -71,6 +75,7 @@ def on_each_model(row: frozenset[Pair]) -> list[Any]:
     return first_of([(row, model) for model in models], num=int(not any(row >= long for long in TAKE_LONG)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("row", "problem"),
     [case for row in ROWS for case in on_each_model(row)],
@@ -89,15 +94,20 @@ def train_together(row: frozenset[Pair], problem: str) -> None:
     assert all(gradient.isfinite().all() for gradient in trained.gradients.values())
 
 
-@pytest.mark.parametrize("pairs", sorted(REFUSED, key=sorted), ids=words)
-def test_options_that_conflict_say_so_before_a_weight_has_memory(
-    pairs: frozenset[Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_conflict_say_so() -> None:
+    for pairs in REFUSED:
+        culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]
+        sentences = why_not(pairs)
+        assert any(f"{name} needs that" in sentence for name in culprits for sentence in sentences), pairs
+
+
+@pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
+def test_they_say_so_before_a_weight_has_memory(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(assembling, "materialise", lambda *_: pytest.fail("the weights have memory"))
-    with pytest.raises(Incompatible) as refusal:
-        assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
-    culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]
-    assert any(f"{name} needs that" in str(refusal.value) for name in culprits)
+    for pairs in sorted(REFUSED, key=sorted)[::step]:
+        with pytest.raises(Incompatible) as refusal:
+            assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
+        assert any(sentence in str(refusal.value) for sentence in why_not(pairs)), pairs
 
 
 # Second half: a fact that a knob claims to break is really broken.

@@ -12,6 +12,8 @@ from lowvram.models.hf_source import transformers
 from tests.planning.test_worker import planned
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 # The configurations that the hub has under these names, as far as they matter for memory.
 BERT = {"architectures": ["BertForMaskedLM"]}  # of the base size, which is the library's own
 

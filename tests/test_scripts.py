@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.tiers import MEDIUM
-
 ROOT = Path(__file__).parents[1]
 TOOLS = ["bash", "cat", "cp", "find", "flock", "mkdir", "readlink", "rm", "sha256sum"]
 BASH = shutil.which("bash") or "bash"
@@ -300,10 +298,6 @@ def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {name.lower().replace("_", "-"): version for name, version in pairs}
-
-
-def test_every_file_of_the_medium_tier_is_there() -> None:
-    assert [name for name in MEDIUM if not (ROOT / "tests" / f"{name}.py").exists()] == []
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:

@@ -1,8 +1,9 @@
 """The tiers of the suite: `scripts/test fast`, `scripts/test`, `scripts/test all`. Each includes the one before.
 
-Tests marked `slow` run only in `all`. Tests that start processes, and those of the files below, are marked `medium` and
-don't run in `fast`. An unmarked test that takes more than `LIMIT_S` (`MEDIUM_LIMIT_S` if medium) fails, so that
-`scripts/test` takes only minutes.
+Tests marked `slow` run only in `all`. Tests that start processes are marked `medium`, as others are in their files, and
+don't run in `fast`. Of tests marked `sampled`, whose cases are alike, `all` runs every case and the other tiers a few.
+An unmarked test that takes more than `LIMIT_S` (`MEDIUM_LIMIT_S` if medium) fails, so that `scripts/test` takes only
+minutes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -26,62 +27,9 @@ ROOT = Path(__file__).parent
 LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
 REFERENCE_S = 0.08
 STARTERS = {"call", "start", "train"}  # fixtures that start processes
-MEDIUM = [
-    "test_examples",
-    "test_laws",
-    "test_laws_foreign",
-    "test_laws_of_pairs",
-    "test_presets",
-    "knobs/test_adapter",
-    "knobs/test_adapter_over_time",
-    "knobs/test_ckpt",
-    "knobs/test_compile",
-    "knobs/test_offload",
-    "knobs/test_optimizer",
-    "knobs/test_sharding",
-    "knobs/test_stepping_together",
-    "knobs/test_tile",
-    "knobs/test_tile_blocks",
-    "launch/test_faults",
-    "loops/test_adapters",
-    "loops/test_several_ranks",
-    "loops/test_train",
-    "loops/profiling/test_compile_time",
-    "planning/test_choice",
-    "planning/test_scaling",
-    "planning/test_worker",
-    "planning/time/test_calibration",
-    "planning/time/test_roofline",
-    "planning/trace/test_tracer",
-    "results/loggers/test_wandb",
-    "results/loggers/test_wandb_sweep",
-    "search/test_worker",
-    "worker/test_flops",
-    "worker/test_ranks",
-    "zoo/test_zoo",
-]
-# Of tests with many cases that are alike: in these files `scripts/test` runs each n-th case, and `all` the others.
-SAMPLED = {
-    "test_laws_of_pairs": 3,
-    "test_laws_foreign": 2,
-    "cli/test_resume": 2,
-    "config/test_secret": 3,
-    "knobs/test_adapter_over_time": 2,
-    "compress/test_sparsity": 2,
-    "compress/test_sparsity_zeros": 2,
-    "knobs/test_stepping_together": 3,
-    "knobs/test_tile": 2,
-    "knobs/test_tile_blocks": 2,
-    "launch/test_faults": 2,
-    "compress/distillation/test_features": 2,
-    "models/test_hf_depths": 2,
-    "models/test_hf_families": 3,
-    "models/test_hf_widths": 2,
-    "models/test_local_attention": 2,
-    "planning/test_choice": 2,
-    "planning/trace/test_tracer": 2,
-    "worker/test_flops": 3,
-}
+# Files of processes and their rows, whose tests are marked here.
+MEDIUM = ["launch/test_faults", "worker/test_flops", "worker/test_ranks"]
+SAMPLED = {"cli/test_resume": 2, "launch/test_faults": 2, "worker/test_flops": 3}
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -92,16 +40,52 @@ def first_of(cases: Sequence[Any], num: int = 1) -> list[Any]:
 
 
 def sample(items: Sequence[pytest.Function]) -> None:
-    """Mark the cases slow that `SAMPLED` leaves out, counted in their order."""
-    every = {ROOT / f"{name}.py": number for name, number in SAMPLED.items()}
-    counts = Counter[Any]()
+    """Mark the cases slow that `sampled` leaves out.
+
+    `sampled(n)` leaves each n-th case, in their order. `sampled` leaves each value of each parameter in one case at
+    least: of 4 options on 3 models 4 cases or a few more. Its cases are taken in an order that mixes the values.
+    """
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
-        number = every.get(item.path)
-        if number and hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
-            test = (item.path, item.originalname)
-            if counts[test] % number:
-                item.add_marker("slow")
-            counts[test] += 1
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None and step_of(item) is not None:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        step = step_of(cases[0])
+        left_out = values_left_out(cases) if step == 0 else [case for i, case in enumerate(cases) if i % (step or 1)]
+        for case in left_out:
+            case.add_marker("slow")
+
+
+def step_of(item: pytest.Function) -> int | None:
+    """The n of `sampled(n)`, 0 of `sampled`; None without the mark."""
+    mark = item.get_closest_marker("sampled")
+    if mark is not None:
+        return mark.args[0] if mark.args else 0
+    return {ROOT / f"{name}.py": number for name, number in SAMPLED.items()}.get(item.path)
+
+
+def values_left_out(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Cases all of whose values are in cases before them, in an order that mixes the values."""
+    seen, left_out = set[tuple[str, object]](), list[pytest.Function]()
+    for case in sorted(cases, key=lambda case: crc32(case.name.encode())):
+        values = {(name, value_id(value)) for name, value in case.callspec.params.items()}
+        if values <= seen:
+            left_out.append(case)
+        seen |= values
+    return left_out
+
+
+def value_id(value: object) -> object:
+    """What is the same for the same value of a parameter, which may have no hash."""
+    return (type(value), value) if _has_hash(value) else id(value)
+
+
+def _has_hash(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a tuple of dicts, a frozen dataclass that holds a list
+        return False
+    return True
 
 
 def check_cpu_s(item: pytest.Function, taken_s: float) -> None:

@@ -46,6 +46,8 @@ from tests.masks import (
 )
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.sampled(2)
+
 # Which weights have masks.
 
 
@@ -247,6 +249,7 @@ def test_the_two_largest_of_four_stay_and_of_equal_ones_the_first() -> None:
 FP16: Choices = {"stepping": "in_backward", "precision": "fp16"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("option", "choices"), [*((option, {}) for option in OFTEN), ("rigl", FP16), ("movement", FP16)], ids=str
 )

@@ -37,6 +37,8 @@ from tests.masks import (
     trained,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 UPDATES: dict[str, Choices] = {
     "sgd": {"optimizer": "sgd"},
     "moments in bf16": {"optimizer": AdamW(moments=Moments.bf16)},

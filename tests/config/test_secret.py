@@ -19,6 +19,8 @@ from lowvram.results.row import empty_row, merge, write
 from tests.calls import TINY, Outcome, read_row
 from tests.confided import Model
 
+pytestmark = pytest.mark.sampled(3)
+
 Call = Callable[..., Outcome]
 SECRET_KEYS = [
     "key", "api_key", "apiKey", "apikey", "WANDB_API_KEY", "hf_token", "hf-token", "accessToken", "password",

@@ -261,6 +261,7 @@ def test_offloaded_codes_are_the_same_codes(offload: str) -> None:
 # Steps
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_forward_pass_is_exact_and_gradients_are_right_on_average(bits: int, problem: str) -> None:
@@ -314,6 +315,7 @@ def test_two_passes_over_one_graph_read_the_same_numbers() -> None:
     assert relative_error(found.gradients, wanted.gradients) < 1e-6
 
 
+@pytest.mark.sampled
 @MODELS
 @pytest.mark.parametrize(
     "others", [{}, {"ckpt": "every2"}, {"offload": "activations"}, {"precision": "bf16", "accum": "x2"}], ids=str

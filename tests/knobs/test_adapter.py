@@ -39,6 +39,8 @@ from tests.laboratory import (
     train,
 )
 
+pytestmark = pytest.mark.medium
+
 ADDING = [Lora(), QLora()]
 
 
@@ -193,6 +195,7 @@ def test_named_layers_train_whole_beside_them() -> None:
     assert step(rig, make_batch(IMAGES, 8))[1].applied
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
 @pytest.mark.parametrize("kind", [Lora, QLora])
 def test_matrix_a_can_stay_as_it_was_drawn(problem: str, kind: type[Lora]) -> None:
@@ -269,6 +272,7 @@ def planned(problem: Problem, adapter: str) -> dict[Kind, int]:
     return peak_as_planned(problem, knobs_of(adapter=adapter), 2).by_kind_max
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ckpt", ["none", "every2"])
 @pytest.mark.parametrize("kind", [Lora, QLora])
 def test_no_input_is_kept_for_a_matrix_a_that_stays_as_it_was(kind: type[Lora], ckpt: str) -> None:

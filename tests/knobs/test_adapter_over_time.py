@@ -42,6 +42,8 @@ from tests.laboratory import (
 from tests.ranks import on_ranks
 from tests.tiers import first_of
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(2)]
+
 EACH_STEP = [Progressive(every=1), Lisa(blocks=1, every=1), BAdam(every=1)]  # other blocks in each step
 STEPPING: dict[str, dict[str, str | Knob]] = {
     "after_backward": {},
@@ -108,6 +110,7 @@ def test_lisa_trains_the_ends_and_other_blocks_from_period_to_period() -> None:
     assert len(set(map(frozenset, found))) > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("stepping", STEPPING)
 @pytest.mark.parametrize("adapter", [Lisa(blocks=9, every=1), BAdam(blocks=9, every=1), Progressive(every=9)])
@@ -277,6 +280,7 @@ def test_the_row_says_what_rests() -> None:
 # Going on
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("problem", "stepping"),
     first_of([(one, stepping) for stepping in STEPPING for one in ("transformer", "resnet")], 4),

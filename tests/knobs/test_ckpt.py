@@ -27,9 +27,12 @@ from tests.laboratory import (
 )
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 NUM_STEPS = 20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("problem", "precision"),
     first_of([(one, precision) for precision in ("bf16", "fp32") for one in ("transformer_dropout", "resnet")], 2),

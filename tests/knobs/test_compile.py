@@ -53,6 +53,8 @@ from tests.laboratory import (
 )
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 TASKS = {  # of one block: the code of a whole model takes seconds to compile
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=1), TOKENS),
     "resnet": Auto().pose(replace(RESNET, layers=[1]), IMAGES),
@@ -317,6 +319,7 @@ def test_without_every_operator() -> None:
 # TorchScript
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offload", ["none", "activations"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_trace_has_the_numbers_of_an_eager_model(problem: str, offload: str) -> None:

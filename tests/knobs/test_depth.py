@@ -254,6 +254,7 @@ def train_all(task: Problem, choices: list[dict[str, Knob]]) -> list[Trained]:
     return [train(task, knobs, [8] * 2) for knobs in choices]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("knob", "problem"), [(DROP, "transformer"), (STOCHASTIC, "transformer"), (STOCHASTIC, "resnet")]
 )
@@ -280,6 +281,7 @@ def test_exact_knobs_keep_its_numbers(knob: Knob, problem: str, others: dict[str
     assert relative_error(one.buffers, other.buffers) == 0 if one.buffers else True
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("knob", [DROP, STOCHASTIC])
 @pytest.mark.parametrize(
     "others",

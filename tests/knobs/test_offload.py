@@ -28,6 +28,8 @@ from lowvram.knobs.offload.transfer import Direct
 from lowvram.knobs.stepping import InBackward, Norm
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error, train
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = ["activations", "activations_disk"]
 TOGETHER: list[dict[str, str | Knob]] = [
     {},
@@ -47,6 +49,7 @@ def words(choices: object) -> str | None:
     return "+".join(f"{group}={choice}" for group, choice in choices.items()) if isinstance(choices, dict) else None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("choices", TOGETHER, ids=words)
 @pytest.mark.parametrize("option", OPTIONS)
@@ -89,6 +92,7 @@ def look(option: str, problem: str, **choices: str | Knob) -> tuple[Peak, tuple[
     return peak, moved.bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ckpt", ["none", "every1", "every2"])
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
 @pytest.mark.parametrize("option", OPTIONS)
@@ -114,6 +118,7 @@ OUTSIDE_BLOCKS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("ckpt", "num_boundaries"), [("every1", 3), (RecomputeSegments(2), 2), (RecomputeSegments(3), 1)], ids=str
 )

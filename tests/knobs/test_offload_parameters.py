@@ -40,6 +40,7 @@ TOGETHER: dict[str, Choices] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet", "resnet_frozen"])
 @pytest.mark.parametrize("choices", TOGETHER.values(), ids=TOGETHER)
@@ -133,6 +134,7 @@ def test_what_travels_is_counted() -> None:
     assert host.traffic.to_host_bytes - before.to_host_bytes == 2 * weights
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
@@ -182,6 +184,7 @@ ELSEWHERE: Choices = {"offload": "parameters"}
 IN_TILES: Choices = {**ELSEWHERE, "logits": TILES}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("whole", "stopped", "resumed"),
     [({}, ELSEWHERE, {}), ({}, {}, ELSEWHERE), ({}, ELSEWHERE, ELSEWHERE), (IN_TILES, IN_TILES, IN_TILES)],

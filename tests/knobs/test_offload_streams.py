@@ -130,6 +130,7 @@ TOGETHER: list[dict[str, str | Knob]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("choices", TOGETHER, ids=lambda choices: "+".join(map(str, choices.values())))
 @pytest.mark.parametrize("in_flight", [1, 4])

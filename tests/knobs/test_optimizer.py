@@ -38,6 +38,8 @@ from lowvram.knobs.stepping import AfterBackward
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, OPTIONS, TOKENS, TRANSFORMER, batches, knobs_of, make_batch
 
+pytestmark = pytest.mark.medium
+
 
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(0)
@@ -123,6 +125,7 @@ def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
 WIDE = Auto().pose(replace(TRANSFORMER, num_layers=1, width=64), TOKENS)  # with tensors large enough for few bits
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 @pytest.mark.parametrize("option", OPTIONS["optimizer"])
 def test_a_saved_state_goes_on_to_the_bit(option: str, precision: str, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_numbers_are_places_in_the_model() -> None:
     assert [roles_of(model, (), ())[parameter].number for parameter in model.parameters()] == [0, 1, 2, 3]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stepping", ["in_backward", "cpu_offload"])
 @pytest.mark.parametrize("option", [*OF_MATRICES, "adam_mini"])
 def test_where_and_when_a_parameter_is_updated_changes_nothing(option: str, stepping: str) -> None:

@@ -44,6 +44,8 @@ from tests.laboratory import (
 from tests.ranks import on_ranks
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = ["ddp", "fsdp"]
 TWENTY = [32] * 19 + [27]  # the last batch divides by nothing
 THREE = [32, 32, 27]

@@ -49,6 +49,7 @@ def measured(problem: str, **choices: Any) -> Peak:
     return peak
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", WIDE)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("accum", ["none", "x4"])

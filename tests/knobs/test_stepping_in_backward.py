@@ -59,6 +59,7 @@ def measured(rig: Rig, problem: str) -> Peak:
     return peak
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", WIDE)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @NORMS

@@ -30,6 +30,8 @@ from tests.laboratory import (
     train,
 )
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(3)]
+
 SIZES = [8] * 20
 CLIP = 0.3  # below the norms of these steps
 Make = Callable[[float | None], Knob]
@@ -104,6 +106,7 @@ MAIN = ["in_backward", "cpu_offload"]
 TRIED = [(each, case) for each in STEPPINGS for case in CASES if each in MAIN or case in ("clip", "all at once")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
 @pytest.mark.parametrize(("stepping", "name"), TRIED)
 def test_adamw_in_fp64_ends_at_the_plain_loops_parameters(problem: str, stepping: str, name: str) -> None:
@@ -136,6 +139,7 @@ def in_fp16(problem: str, stepping: Knob, accum: str, ckpt: str) -> Trained:
     return train(PROBLEMS[problem], knobs_of(optimizer="sgd", stepping=stepping, **choices), SIZES, lr=0.01)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
 @pytest.mark.parametrize("stepping", STEPPINGS)
 @pytest.mark.parametrize(("clip", "accum", "ckpt"), [(None, "none", "none"), (CLIP, "x4", "every1")])

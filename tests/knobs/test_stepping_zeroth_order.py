@@ -62,6 +62,7 @@ def directions(parameters: Sequence[Tensor], step: int, seed: int = 0) -> list[T
 # Against autograd, and a loop by hand
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("adapter", ["none", "lora", "qlora"])
 @pytest.mark.parametrize("problem", ["transformer", "transformer_dropout", "resnet", "resnet_group"])
 def test_the_projected_gradient_is_autograds_along_the_direction(problem: str, adapter: str) -> None:
@@ -195,6 +196,7 @@ def test_state_goes_round() -> None:
 # Memory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("problem", MODELS)
 def test_activations_are_those_of_inference_planned_and_measured(problem: str, precision: str) -> None:

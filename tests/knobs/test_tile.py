@@ -49,6 +49,8 @@ from tests.ranks import on_ranks
 from tests.test_laws import error_of
 from tests.tiers import first_of
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(2)]
+
 TASK = PROBLEMS["transformer"]  # 3 blocks, sequences of 8 tokens
 SIZES = [32, 32, 27]
 BAND = TiledMLP.band

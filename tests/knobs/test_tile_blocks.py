@@ -41,6 +41,8 @@ from tests.laboratory import (
 from tests.ranks import on_ranks
 from tests.test_laws import error_of
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(2)]
+
 TASK = PROBLEMS["transformer"]  # 3 blocks
 SIZES = [32, 32, 27]
 BAND = TiledBlocks.band

@@ -22,6 +22,8 @@ from tests.laboratory import PROBLEMS, relative_error
 from tests.loops.sessions import Told
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 MakeSession = Callable[..., Session]
 ADAPTERS: list[Knob] = [Freeze(["blocks.1", "head"]), Lora(train=["head"]), QLora(), Lora(train_a=False)]
 

@@ -18,6 +18,8 @@ from tests.loops.sessions import Told, session_in
 from tests.ranks import on_ranks
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 Values = list[tuple[int, float]]
 Choices = dict[str, str | Knob]
 OPTIONS = ["ddp", "fsdp"]

@@ -32,6 +32,8 @@ from lowvram.results.metric_lines import read_lines, to_line
 from tests.laboratory import relative_error
 from tests.loops.sessions import Told
 
+pytestmark = pytest.mark.medium
+
 MakeSession = Callable[..., Session]
 CHOICES: dict[str, dict[str, str | Knob]] = {
     "plain": {},

@@ -52,6 +52,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return dict(transformers.AutoModelForSequenceClassification.from_pretrained(folder).state_dict())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_random_weights_are_the_authors_and_the_seeds(kind: str) -> None:
     config = HfConfig(tiny(kind))
@@ -428,6 +429,7 @@ def test_data_that_do_not_fit_are_reported(kind: str, spec: DataSpec, message: s
     assert message in str(told.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_saved_model_has_the_entries_of_its_own_configuration(kind: str, tmp_path: Path) -> None:
     """Those that were changed for the training alone come back, and none is added: a ViT knows no cache."""

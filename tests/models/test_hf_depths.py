@@ -20,6 +20,8 @@ from lowvram.models.hf_source import transformers
 from tests.hugging import with_weights
 from tests.models.test_hf_widths import in_fp64, trained
 
+pytestmark = pytest.mark.sampled(4)
+
 STACK, INTERLEAVE, IDENTITY = GrowthKind.stack, GrowthKind.interleave, GrowthKind.identity
 FOUR = {"num_hidden_layers": 4}
 Layers = list[str]

@@ -30,6 +30,8 @@ from tests.hugging import FAMILIES, HEADS, WORDS, tiny, with_weights
 from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error, train
 from tests.wordy import save_tokenizer
 
+pytestmark = pytest.mark.sampled(12)
+
 SPECS = {
     Modality.TOKENS: DataSpec(Modality.TOKENS, 300, (8,)),
     Modality.LABELLED_TOKENS: DataSpec(Modality.LABELLED_TOKENS, 5, (8,), vocab_size=300),
@@ -160,6 +162,7 @@ def test_chunked_logits_keep_the_loss(kind: str) -> None:
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs", "bart"])
 @pytest.mark.parametrize("choice", [{"ckpt": "every1"}, {"accum": "x2"}, {"stepping": "in_backward"}])
 def test_a_knob_that_saves_memory_keeps_the_losses(kind: str, choice: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def untied(kind: str, folder: Path, spell: Callable[[str], str] = str) -> tuple[
     return folder, HfConfig(str(folder)).model_class().from_pretrained(folder).eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", TIED)
 def test_a_head_with_values_of_its_own_stays_apart_from_the_embedding(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,8 @@ from tests.hugging import tiny, with_weights
 from tests.laboratory import CPU, knobs_of, make_batch, peak_as_measured, peak_as_planned
 from tests.models.test_widths import zeroed
 
+pytestmark = pytest.mark.sampled(4)
+
 NO_SIZE = "attention heads: its configuration has no field for the size of one"
 HALVED_OF_GPT2 = ("c_fc.weight", "c_fc.bias", "mlp.c_proj.weight")
 TWO_OF_FOUR = {"num_attention_heads": 2, "num_key_value_heads": 1}

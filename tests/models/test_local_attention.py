@@ -41,6 +41,8 @@ from tests.laboratory import (
     missing_here,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 LENGTH = 110  # no multiple of a block
 SPEC = DataSpec(Modality.TOKENS, 11, (LENGTH,))
 LOCAL = TransformerConfig(num_layers=2, width=16, num_heads=2, context=LENGTH, window=20, global_tokens=3)
@@ -274,6 +276,7 @@ def most_activations(config: TransformerConfig, knobs: dict[str, Any]) -> tuple[
     return peak.by_kind_max[Kind.ACTIVATIONS], peak.peak_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("knobs", [{}, {"ckpt": "every1"}, {"precision": "bf16"}, {"tile": "blocks"}], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_plan_is_what_is_measured(knobs: dict[str, Any], dropout: float) -> None:

@@ -15,6 +15,8 @@ from tests.hugging import tiny
 from tests.planning.test_worker import CARD, MIB, composed, planned
 from tests.tiers import first_of
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(2)]
+
 Call = Callable[..., Outcome]
 
 

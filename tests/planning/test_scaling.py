@@ -22,6 +22,8 @@ from lowvram.planning.trace.tracer import trace
 from tests.laboratory import PROBLEMS, knobs_of
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 H100 = Target(Card("H100", (9, 0), 132))
 
 

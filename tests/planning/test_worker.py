@@ -25,6 +25,8 @@ from lowvram.results.planned import plan_lines
 from lowvram.worker import job
 from tests.calls import TINY, TINY_RESNET
 
+pytestmark = pytest.mark.medium
+
 MIB = 2**20
 CARD = "plan.device=rtx3060"
 

@@ -28,6 +28,8 @@ from lowvram.search.worker import (
 from tests.calls import TINY, TINY_RESNET
 from tests.planning.test_worker import composed
 
+pytestmark = pytest.mark.medium
+
 CARD = "plan.device=rtx3060"
 WORDS = (*TINY, CARD, "train.batch_size=64", "model.num_layers=3")
 GROUPS = "search.groups=[ckpt,accum,stepping,logits]"

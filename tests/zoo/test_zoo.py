@@ -45,6 +45,7 @@ from tests.zoo.trial import (
 )
 
 pytestmark = [
+    pytest.mark.medium,
     pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards"),
     pytest.mark.filterwarnings("ignore"),  # of torch, about what strangers' models use
 ]

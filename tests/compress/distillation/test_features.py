@@ -41,6 +41,8 @@ from tests.laboratory import (
     train,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 MODELS = ["transformer", "resnet"]
 MATCHES = {"transformer": {0: 1, 1: 3, 2: 4}, "resnet": {0: 1, 1: 2, 2: 5}}
 SIZES = [6, 4, 5]

@@ -18,6 +18,8 @@ from tests.laboratory import compiler_as_before
 from tests.loops.sessions import Told
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 MakeSession = Callable[..., Session]
 
 

@@ -36,6 +36,8 @@ from tests.calls import TINY
 from tests.laboratory import PROBLEMS, knobs_of, needs_gpu, needs_real_gpu
 from tests.planning.test_worker import planned
 
+pytestmark = pytest.mark.medium
+
 CPU = torch.device("cpu")
 SMALL = [
     Sample(sample.family, sample.make, (12,) if sample.family not in FLOP_FAMILIES else (1,), ()) for sample in SAMPLES

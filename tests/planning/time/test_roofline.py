@@ -31,6 +31,8 @@ from lowvram.tasks import Auto, Problem
 from tests.laboratory import PROBLEMS, knobs_of
 from tests.tiers import first_of
 
+pytestmark = pytest.mark.medium
+
 A100, T4, CPU = Target(Card("A100", (8, 0))), Target(Card("T4", (7, 5))), Target()
 WIDTH, LENGTH, VOCABULARY, NUM_SAMPLES = 512, 256, 64, 128  # the host never takes longer than the card
 ATEN = torch.ops.aten

@@ -42,6 +42,8 @@ from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
 from tests.tiers import first_of
 
+pytestmark = [pytest.mark.medium, pytest.mark.sampled(2)]
+
 KIB, GIB = 2**10, 2**30
 A100, T4 = Target(Card("A100", (8, 0), 108)), Target(Card("T4", (7, 5), 40))
 GPT2 = TransformerConfig(num_layers=12, width=768, num_heads=12, context=1024, positions=Positions.learned)

@@ -21,6 +21,8 @@ from lowvram.results.loggers.wandb import RUN_ID_FILE, WandbRun, stored_run_id
 from lowvram.results.row import GIB, Row, empty_row, merge
 from tests.offline import inspect, records_of
 
+pytestmark = pytest.mark.medium
+
 SETTINGS = LoggerSettings(wandb=True, project="lowvram-tests", tags=["thesis", "first"], notes="a note")
 CONFIG = {"seed": 1, "data": {"path": None, "hf_token": "hunter2"}}
 CHOICES = {"ckpt": "every2", "precision": "bf16"}

@@ -18,6 +18,8 @@ from tests.calls import TINY, Outcome
 from tests.offline import records_of, summary_of
 from tests.synthetic import failed, leave, point
 
+pytestmark = pytest.mark.medium
+
 Call = Callable[..., Outcome]
 
 LOGGER = {"wandb": True, "project": "lowvram-tests"}
