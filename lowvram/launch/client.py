@@ -138,12 +138,14 @@ class Server:
             if (num_ranks := self._num_ranks(spec, order)) is None:
                 return None
             request |= {"num_ranks": num_ranks, "timeout_s": spec.config["sharding"].get("timeout_s")}
+        self.start()
         writer, reader = opened_anew(spec.folder)
         return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), held)
 
     def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
         """Have a process answer one of the questions of `worker/asks.py`. Its events, the last of which is a row, go to
         `on_event`; else as `run`."""
+        self.start()
         reader, writer = os.pipe()
         return self._serve({"ask": name, "arguments": arguments}, on_event, order, writer, Lines(reader))
 
@@ -188,7 +190,6 @@ class Server:
         """Send the request, and close the descriptors `fds` in this process; False if the server has died, or if an
         order came first."""
         try:
-            self.start()
             if not self._wait_ready(order):
                 return False
             send(self._connection, request, [*fds, *held])
