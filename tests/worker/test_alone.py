@@ -72,7 +72,8 @@ def test_one_that_was_interrupted_goes_on(call: Call) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 75
+    process.communicate(timeout=30)
+    assert process.returncode == 75
     row = read_row(outcome.folder)
     assert row["status"] == "interrupted"
     num_steps = len(history(outcome.folder))
