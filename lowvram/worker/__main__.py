@@ -57,7 +57,10 @@ def main(words: Sequence[str]) -> int:
         os.environ |= {**LIBRARIES, **os.environ}  # before torch is imported
         worker = importlib.import_module(WORKER)
         request = {"folder": str(folder), "hidden": [], "launch": launch and vars(launch), "is_alone": True}
-        return worker.main(request, Outlets(STDOUT, fds[0]), 0, -1)
+        code = worker.main(request, Outlets(STDOUT, fds[0]), 0, -1)
+        if is_first and (row := rows.read(folder)) is not None:
+            print(": ".join(filter(None, [shown_path(folder), row["status"], row["reason"]])))
+        return code
     finally:
         if claim is not None:
             claim.release()

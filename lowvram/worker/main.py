@@ -19,7 +19,7 @@ from typing import Any
 
 from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
-from lowvram.config.exit_codes import EXIT_INTERRUPTED
+from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.texts import LONGEST_LINE, cut
 from lowvram.core.troubles import is_capped, is_out_of_memory
@@ -172,8 +172,13 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
     spoken.flush()
     events("row", fields=fields, **about)
     if events.so_far is not None and launch.rank == 0 and not about.get("is_of_a_peer"):
-        with suppress(OSError):  # whoever follows the run says so
-            write_row(events.so_far, request.get("is_alone", False))
+        is_alone = request.get("is_alone", False)
+        try:
+            write_row(events.so_far, is_alone)
+        except OSError as error:  # whoever follows the run says so, if anybody does
+            if is_alone:
+                print(f"{error.strerror} while writing {error.filename or request['folder']}")
+                return EXIT_FAILED
     return EXIT_CODES.get(fields["status"], 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,6 +17,9 @@ import pytest
 
 from lowvram.launch.events import FILE_NAME
 from lowvram.launch.spec import PointSpec
+from lowvram.launch.supervisor import Outlets
+from lowvram.runs.row_so_far import RowSoFar
+from lowvram.worker import main as worker
 from lowvram.worker.__main__ import main
 from tests.calls import ROOT, TINY, Outcome, history, read_row
 
@@ -54,6 +58,7 @@ def test_the_same_files_are_written(call: Call) -> None:
     code, said, complained = run(outcome.folder)
     assert (code, complained) == (0, "")
     assert said.startswith("data: synthetic tokens")
+    assert said.endswith(": ok\n")
     row = read_row(outcome.folder)
     assert row["model"] == wanted["model"]
     assert row["loss"] == wanted["loss"]
@@ -105,12 +110,36 @@ def test_several_ranks_are_processes_with_torchrun_s_variables(call: Call) -> No
 
 def test_one_process_is_too_few_for_two_ranks(call: Call) -> None:
     outcome = prepared(call, "train.steps=1", "sharding=ddp", "sharding.ranks=2", "device=cpu")
-    code, _, _ = run(outcome.folder)
+    code, said, _ = run(outcome.folder)
     assert code == 3
     row = read_row(outcome.folder)
+    assert said.endswith(f": incompatible: {row['reason']}\n")
     assert row["status"] == "incompatible"
     assert row["reason"].startswith("sharding.ranks='2': must be 1, the number of processes that were started for it")
     assert (outcome.folder / FILE_NAME).exists()
+
+
+def test_a_row_that_can_t_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody follows the run who could say so."""
+
+    def refuse(so_far: RowSoFar, is_alone: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "result.json"))
+
+    monkeypatch.setattr(worker, "write_row", refuse)
+    monkeypatch.setattr(worker, "speak", lambda *_, **__: None)
+    monkeypatch.setattr(worker.ChildStop, "listen", lambda _: None)
+    monkeypatch.setattr(worker, "work", lambda _, events, *__: known(events, tmp_path))
+    with (tmp_path / "events").open("wb") as file:
+        assert worker.main({"folder": str(tmp_path), "is_alone": True}, Outlets(1, file.fileno()), 0, -1) == 1
+    assert capfd.readouterr().out.endswith(f"No space left on device while writing {tmp_path / 'result.json'}\n")
+
+
+def known(events: Any, folder: Path) -> dict[str, Any]:
+    spec = PointSpec(folder, {"vram": None}, {"mode": "train"}, {"id": "0" * 16, "name": "n"})
+    events.so_far = RowSoFar(spec, spec.first_row())
+    return {"status": "ok"}
 
 
 def test_code_of_somebody_else_isn_t_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
