@@ -10,11 +10,10 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from hydra_plugins.lowvram_sweeper import CheckingSweeper
-from lowvram.cli import hydra_hooks
 from lowvram.cli.objective import Objective
 from lowvram.cli.optuna_study import Study, StudySettings
 from lowvram.cli.sweep import NUM_CHECKED, Compose, SweepBatch
+from lowvram.cli.sweeper import CheckingSweeper
 from lowvram.config.errors import Refused, require
 from lowvram.config.settings import is_inline
 from lowvram.results.terminal import tell
@@ -60,16 +59,16 @@ class OptunaSweeper(CheckingSweeper):
 
     def _run(self, study: Study, fixed: Sequence[str], compose: Compose) -> None:
         num_asked, num_launched = 0, 0
-        while num_asked < self.settings.n_trials and not hydra_hooks.is_over():
+        while num_asked < self.settings.n_trials and not self.call.is_over():
             asked = study.ask(min(self.settings.n_jobs, self.settings.n_trials - num_asked))
             num_asked += len(asked)
             fresh = list(dict.fromkeys(tuple(words) for words in asked.values() if not study.known(words)))
             batch = [[*fixed, *words] for words in fresh]
             if batch:
                 self.launch(SweepBatch(batch, num_launched, compose, study.keys, [] if num_launched else [fixed]))
-            rows = {words: hydra_hooks.row(num_launched + place) for place, words in enumerate(fresh)}
+            rows = {words: self.call.row(num_launched + place) for place, words in enumerate(fresh)}
             num_launched += len(fresh)
-            if not hydra_hooks.is_over():
+            if not self.call.is_over():
                 for number, words in asked.items():
                     study.tell(number, words, rows.get(tuple(words)))
 

@@ -1,45 +1,16 @@
-"""Hydra finds its plugins in this package, and nowhere else. What the sweeper tells the program is in
-lowvram/cli/hydra_hooks.py; how points are listed and named, in lowvram/cli/sweep.py."""
+"""Hydra's default sweeper here. Points are listed and named in lowvram/cli/sweep.py, and run in lowvram/cli/call.py."""
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
 
-from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
 from lowvram.cli.linked_points import Rounds
-from lowvram.cli.sweep import Names, SweepBatch, names_of
-
-
-class CheckingSweeper(Sweeper, ABC):
-    """A sweeper whose points the program checks and launches; none is composed twice. It writes nothing into the
-    sweep's folder: the program does."""
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """For a launcher that composes each point with `ComposesOnce`."""
-        self.loader, self.config = ComposesOnce(hydra_context.config_loader), config
-        context = HydraContext(config_loader=cast(ConfigLoader, self.loader), callbacks=hydra_context.callbacks)
-        self.hydra_context = context
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=context, task_function=task_function, config=config
-        )
-
-    def launch(self, coming: SweepBatch) -> None:
-        """Hand points to the program, which checks and launches them."""
-        assert self.launcher is not None
-        self.loader.name(coming)
-        for listener in hydra_hooks.listeners:
-            listener.launch(self.launcher, coming)
+from lowvram.cli.sweeper import CheckingSweeper
 
 
 @final
@@ -59,43 +30,4 @@ class PointSweeper(CheckingSweeper):
         num_launched = 0
         for grid in sweeper.grid(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            num_launched += Rounds(batch, num_launched, compose).launch(self.launch)
-
-
-@final
-class ComposesOnce:
-    """Hydra's loader; but what `look` has composed is not composed again when its turn comes."""
-
-    def __init__(self, loader: ConfigLoader, names: Mapping[tuple[str, ...], Names] | None = None) -> None:
-        self._loader, self._names = loader, names or {}  # of points, by their words
-        self._looked_at: dict[tuple[str, ...], DictConfig] = {}
-
-    def name(self, coming: SweepBatch) -> None:
-        """What the points to come are called: only who knows all of them can tell."""
-        self._names = {tuple(words): names_of(words, coming.swept, coming.axes) for words in coming.batch}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ComposesOnce, (self._loader, self._names)  # a launcher may hand it to other processes
-
-    def look(self, config: DictConfig, words: Sequence[str]) -> DictConfig:
-        """A point before its turn, or words that are no point, without a name."""
-        key = tuple(words)
-        if key not in self._names:
-            return self._composed(config, list(words))
-        if key not in self._looked_at:
-            self._looked_at[key] = self._composed(config, list(words))
-        return self._looked_at[key]
-
-    def load_sweep_config(self, config: DictConfig, words: list[str]) -> DictConfig:
-        """A point whose turn it is."""
-        return self._looked_at.pop(tuple(words), None) or self._composed(config, words)
-
-    def _composed(self, config: DictConfig, words: list[str]) -> DictConfig:
-        composed = self._loader.load_sweep_config(config, words)
-        with open_dict(composed.hydra.sweeper):
-            if names := self._names.get(tuple(words)):
-                composed.hydra.sweeper.update(names._asdict())
-        return composed
+            num_launched += Rounds(batch, num_launched, compose, self.call).launch(self.launch)

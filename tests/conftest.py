@@ -21,7 +21,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lowvram.cli import job_process
+from lowvram.cli import here
 from lowvram.cli import main as cli
 from lowvram.config import identity
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
@@ -170,7 +170,7 @@ def call(
     if "wandb" in sys.modules:  # it keeps the settings of whatever test first used it in this process
         sys.modules["wandb"].teardown()
     borrowed = Borrowed(shared_server.run, shared_server.ask, shared_server.wait_until_ready)
-    monkeypatch.setattr(job_process, "Server", lambda: borrowed)
+    monkeypatch.setattr(here, "Server", lambda: borrowed)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*words: str) -> Outcome:

@@ -1,61 +1,68 @@
-"""One call of the command line: `Call` reacts to Hydra's callbacks. It locks a sweep's folder, checks and launches the
-points, and keeps how each ended. Imports no torch.
+"""One call of the command line. Hydra calls `Call` with each composed point; sweepers hand it batches of points, which
+it checks and launches. It keeps how each point ended. Imports no torch.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
+from functools import cache
 from typing import Any, final
 
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
-from lowvram.cli import job, job_process, launchers
+from lowvram.cli import job, launchers
 from lowvram.cli.errors import unforeseen
-from lowvram.cli.hydra_hooks import check_plugins
-from lowvram.cli.job import Ending
+from lowvram.cli.here import Here, joined
+from lowvram.cli.job import Ending, Job
 from lowvram.cli.sweep import SweepBatch, UntilOver
-from lowvram.config.compose import check_left_to_us, container
+from lowvram.config.compose import container
 from lowvram.config.errors import Refused
 from lowvram.config.settings import is_inline
 from lowvram.launch.client import Event
 from lowvram.launch.stop import StopConditions, stop_signals
-from lowvram.launch.torchrun import Launch
 from lowvram.planning.client import request_of
 from lowvram.results.row import Row, Status
-from lowvram.results.terminal import tell
+from lowvram.results.terminal import Progress, tell
+from lowvram.runs import folders
 from lowvram.runs.folders import SweepFolder
 
 
 @final
 class Call:
-    """Handles what Hydra reports through hydra_hooks.py.
+    """Runs the points of one call. In a process that a launcher has started it is unpickled as a `Job`.
 
     Attributes:
-        logger: where metrics go, besides files.
+        logger: of a sweep: where metrics go, besides files.
         endings: how the points ended, by their index.
         failure: why the launcher failed; `endings` is then incomplete.
     """
 
-    def __init__(self, launch: Launch | None) -> None:
-        self._launch = launch
+    def __init__(self, progress: Progress) -> None:
+        self.here = Here(progress)
+        self._job = Job(self.here)
         self._elsewhere = ExitStack()  # the environment and signals of jobs in other processes
         self.is_elsewhere = False
-        self.sweep: SweepFolder | None = None
         self._typed: list[str] = []  # for all points of the sweep
         self.logger: Any = None
         self.endings: dict[int, Ending] = {}
         self.failure: str | None = None
 
+    def __call__(self, config: DictConfig) -> Ending:
+        """Run one point in this process."""
+        ending = self._job(config)
+        self.endings[ending.index] = ending
+        return ending
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return job_elsewhere, ()
+
+    @property
+    def sweep(self) -> SweepFolder | None:
+        return folders.sweep()
+
     def begin_sweep(self, config: DictConfig) -> None:
-        if self._launch is not None:
-            hint = "start a sweep without it, and sharding.ranks=2 (or more) for each point"
-            raise Refused(f"-m under torchrun: {hint}")
-        check_left_to_us(config.hydra)
-        check_plugins(config.hydra)
-        self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
+        """Before any point of a sweep is composed."""
         self._typed = list(config.hydra.overrides.task)
         self.logger = container(config.get("logger"))
         self.is_elsewhere = launchers.is_elsewhere(config.hydra)
@@ -77,8 +84,8 @@ class Call:
             self._fail(error)
             return
         for finished in jobs:
-            self.end_job(finished)
-            _ = finished.return_value  # raises the job's own exception, which Hydra would drop
+            ending = finished.return_value  # raises the job's own exception
+            self.endings[ending.index] = ending
 
     def _check(self, coming: SweepBatch) -> None:
         """Build the objects of the representative points in a child process. Raises what is wrong with them."""
@@ -88,12 +95,12 @@ class Call:
             if event["event"] == "row" and event["fields"]["status"] != Status.OK:
                 refused.append(event["fields"]["reason"])
 
-        here, configs = job_process.this(), list[DictConfig]()
+        configs = list[DictConfig]()
         for config in coming.to_check():
             job.check_values(config)
-            here.server.start()  # after the first, as most mistakes are in what all points share
+            self.here.server.start()  # after the first, as most mistakes are in what all points share
             configs.append(config)
-        here.plans.coming = coming
+        self.here.plans.coming = coming
         if not configs:  # an earlier batch was checked
             return
         if any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
@@ -102,7 +109,7 @@ class Call:
             if len(configs) > 1:
                 raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
         asked = {"configs": [request_of(config)["config"] for config in configs]}
-        here.server.ask("check", asked, on_event, StopConditions(None, stop_signals))
+        self.here.server.ask("check", asked, on_event, StopConditions(None, stop_signals))
         if stop_signals():
             return
         if refused:
@@ -112,7 +119,7 @@ class Call:
         if coming.first == 0:
             self.sweep.note(configs[0], self._typed)
         if self.is_elsewhere:
-            here.server.stop()
+            self.here.server.stop()
             if coming.first == 0:
                 tell(launchers.SIDE_BY_SIDE)
 
@@ -125,16 +132,12 @@ class Call:
         else:
             self.failure = "stopped waiting before all points had ended"
 
-    def end_job(self, job: JobReturn) -> None:
-        if job.status is JobStatus.COMPLETED:
-            ending = job.return_value
-            self.endings[ending.index] = ending
-
     def row(self, index: int) -> Row | None:
         """The row of a point that has ended; None if it has none."""
         return self.endings[index].read_row() if index in self.endings else None
 
     def is_over(self) -> bool:
+        """Whether no more points are to be run."""
         return bool(stop_signals() or self.failure or self.refusal)
 
     @property
@@ -145,3 +148,9 @@ class Call:
     def leave_hydra(self) -> None:
         """When Hydra has returned: restore signals and the environment."""
         self._elsewhere.close()
+
+
+@cache
+def job_elsewhere() -> Job:
+    """What runs points in a process that a launcher has started."""
+    return Job(joined())

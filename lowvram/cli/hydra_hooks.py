@@ -1,63 +1,25 @@
-"""Hydra calls these hooks when a run, sweep or job begins or ends; they pass sweeps and jobs on to `listeners`. Imports
-no torch.
-
-The classes that Hydra makes are `Start` (conf/hydra/default.yaml) and hydra_plugins/lowvram_sweeper.py.
-"""
+"""Hydra calls `Start` (conf/hydra/default.yaml) before it makes the folder of a run or sweep. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, read_write
 
 from lowvram.cli import job
-from lowvram.cli.sweep import SweepBatch
-from lowvram.config.compose import MISTAKES
-from lowvram.config.errors import require
-from lowvram.results.row import Row
-
-
-class Listener(Protocol):
-    """What reacts to Hydra's callbacks: `Call` in cli/call.py."""
-
-    def begin_sweep(self, config: DictConfig) -> None:
-        """Before a sweep's points are composed: take its folder."""
-
-    def launch(self, launcher: Launcher, coming: SweepBatch) -> None:
-        """Check a batch of a sweep's points, and run them."""
-
-    def end_job(self, job: JobReturn) -> None:
-        """A job of this process has ended."""
-
-    def is_over(self) -> bool:
-        """Whether no more points are to be run."""
-        ...
-
-    def row(self, index: int) -> Row | None:
-        """The row of a point that has ended, by its index; None if it has none."""
-        ...
-
-
-listeners: list[Listener] = []  # none in the process of a launcher
-
-
-def is_over() -> bool:
-    """Whether no more points are to be run."""
-    return any(listener.is_over() for listener in listeners)
-
-
-def row(index: int) -> Row | None:
-    """The row of a point that has ended."""
-    return next((row for listener in listeners if (row := listener.row(index)) is not None), None)
+from lowvram.cli.sweeper import CheckingSweeper
+from lowvram.config.compose import MISTAKES, check_left_to_us
+from lowvram.config.errors import Refused, require
+from lowvram.launch.torchrun import launch_from
+from lowvram.runs import folders
 
 
 class NotBegun(BaseException):
@@ -90,12 +52,12 @@ class Start(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
             check_folder(config.hydra)
-            for listener in listeners:
-                listener.begin_sweep(config)
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        for listener in listeners:
-            listener.end_job(job_return)
+            if launch_from() is not None:
+                hint = "start a sweep without it, and sharding.ranks=2 (or more) for each point"
+                raise Refused(f"-m under torchrun: {hint}")
+            check_left_to_us(config.hydra)
+            check_plugins(config.hydra)
+            folders.begin_sweep(Path(config.hydra.sweep.dir))
 
 
 def note_config(config: DictConfig) -> None:
@@ -119,8 +81,10 @@ def check_folder(hydra: DictConfig) -> None:
 def check_plugins(hydra: DictConfig) -> None:
     """Raises BadInput for a plugin that Hydra doesn't have or settings that the sweeper can't use; Hydra itself would
     end with a traceback."""
-    for key, plugin in {"launcher": Launcher, "sweeper": Sweeper}.items():
-        known = [f"{cls.__module__}.{cls.__name__}" for cls in Plugins.instance().discover(plugin)]
+    launchers, sweepers = (Plugins.instance().discover(plugin) for plugin in (Launcher, Sweeper))
+    checking = [cls for cls in sweepers if issubclass(cls, CheckingSweeper)]  # another's points would have no names
+    for key, classes in {"launcher": launchers, "sweeper": checking}.items():
+        known = [f"{cls.__module__}.{cls.__name__}" for cls in classes]
         target = hydra[key]["_target_"]
         require(target in known, f"hydra.{key}._target_", target, f"one of {', '.join(sorted(known))}")
     size, params = (hydra.sweeper.get(key) for key in ("max_batch_size", "params"))

@@ -1,7 +1,5 @@
 """Hydra's job: one point from its composed configuration to its row on disk, in whatever process a launcher runs it.
 Imports no torch.
-
-It raises only bugs. What the program must know and the disk doesn't hold, it returns as an `Ending`.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lowvram.cli import job_process
 from lowvram.cli.errors import sentence, unforeseen
+from lowvram.cli.here import Here
 from lowvram.cli.objective import Objective
 from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
@@ -28,7 +26,7 @@ from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
 from lowvram.fidelity.client import check_fresh
-from lowvram.launch.point import Logged, Point
+from lowvram.launch.spec import Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch, launch_from
 from lowvram.planning.client import plan_for_row
@@ -77,52 +75,119 @@ class Ending:
         return self.row or rows.read(self.folder)
 
 
-def hydra_job(config: DictConfig) -> Ending:
-    """Run the point that Hydra has composed, unless its folder already holds the result."""
-    about = HydraConfig.get()
-    is_sweep = about.mode == RunMode.MULTIRUN
-    ending = Ending(about.job.num if is_sweep else 0, output_folder())
-    try:
-        return run_in_sweep(config, ending) if is_sweep else run_alone(config, ending)
-    except MISTAKES as error:
-        refusal = Refused(sentence(error))
-        refusal.__cause__ = error
-        return replace(ending, refusal=refusal)
-    except OSError as error:
-        return replace(ending, refusal=error)
+@final
+class Job:
+    """Runs points in this process. It raises only bugs: what the program must know of a point and the disk doesn't
+    hold, it returns as an `Ending`."""
 
+    def __init__(self, here: Here) -> None:
+        self._here = here
 
-def run_alone(config: DictConfig, ending: Ending) -> Ending:
-    """A single run. Its folder was taken before Hydra made it, unless the user has put other callbacks into Hydra."""
-    claim = folders.run_at(ending.folder) or begin_run(config)
-    point = make_point(config)
-    if stop_signals():
-        return replace(ending, is_stopped=True)
-    return ended(ending, *run_in_folder(point, claim, row_of))
+    def __call__(self, config: DictConfig) -> Ending:
+        """Run the point that Hydra has composed, unless its folder already holds the result."""
+        about = HydraConfig.get()
+        is_sweep = about.mode == RunMode.MULTIRUN
+        ending = Ending(about.job.num if is_sweep else 0, output_folder())
+        try:
+            return self._run_in_sweep(config, ending) if is_sweep else self._run_alone(config, ending)
+        except MISTAKES as error:
+            refusal = Refused(sentence(error))
+            refusal.__cause__ = error
+            return replace(ending, refusal=refusal)
+        except OSError as error:
+            return replace(ending, refusal=error)
+
+    def _run_alone(self, config: DictConfig, ending: Ending) -> Ending:
+        """A single run. Its folder was taken before Hydra made it, unless the user has replaced Hydra's callbacks."""
+        claim = folders.run_at(ending.folder) or begin_run(config)
+        point = make_point(config)
+        if stop_signals():
+            return replace(ending, is_stopped=True)
+        return ended(ending, *run_in_folder(point, claim, self._row_of))
+
+    def _run_in_sweep(self, config: DictConfig, ending: Ending) -> Ending:
+        """Run one point of a sweep, unless it is finished or another program runs it."""
+        point = make_point(config)
+        if stop_signals():
+            return replace(ending, is_stopped=True)
+        mistake = mistake_in(config)
+        try:
+            with folders.point_folder(point) as (claim, earlier):
+                if earlier is not None and rows.is_final(earlier):
+                    return replace(ending, is_kept=True)
+                row, error = run_in_folder(point, claim, lambda point: self._row_of_sweep(point, mistake))
+                if row is None:
+                    claim.undo()
+        except Held as held:
+            return replace(ending, holder=held.who)
+        return ended(ending, row, error)
+
+    def _row_of(self, point: Point) -> Result:
+        """Plan, search or run the point, as its mode asks. The row is None if a stop was requested before it."""
+        here = self._here
+        if is_inline(point.config):
+            return row_inline(point, stop_signals)
+        if is_plan(point.choices):
+            return here.plans.row(point), None
+        if is_search(point.choices):
+            if point.launch is not None:
+                raise Refused("mode=search under torchrun: search without it, on one device")
+            words = container(HydraConfig.get().overrides.task, resolve=False)
+            return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
+        if is_transform(point.choices):  # no step of training, of which there could be a plan
+            return run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
+        point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))
+        skipped = here.plans.skipped(point)
+        return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
+
+    def _row_of_sweep(self, point: Point, mistake: Exception | None) -> Result:
+        """As `_row_of`, for a point of a sweep: the sweep goes on after a point that can't run and after a bug of ours.
+
+        Args:
+            mistake: the error that the check of the point's configuration raised.
+        """
+        try:
+            if mistake is not None:
+                raise mistake
+            row, error = self._row_of(point)
+            if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have printed
+                self._tell_point(point, row)
+            return row, error
+        except MISTAKES as refusal:
+            if mistake is None:
+                raise
+            return self._left(point, Status.INCOMPATIBLE, sentence(refusal)), None
+        except OSError:
+            raise
+        except Exception as bug:
+            earlier = rows.read(point.folder)
+            if earlier is not None and rows.is_final(earlier):  # keep the final row
+                raise
+            progress = self._here.progress
+            progress.stop()
+            for line in text_without_secrets(traceback.format_exc()).splitlines():
+                progress.say(line)
+            return self._left(point, Status.ERROR, unforeseen(bug)), None
+
+    def _left(self, point: Point, status: Status, reason: str) -> Row:
+        """Write the row of a point that hasn't run, unless the run that it would continue has left one."""
+        row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
+        if point.earlier is None:
+            rows.write(point.folder, row)
+        self._tell_point(point, row)
+        return row
+
+    def _tell_point(self, point: Point, row: Row) -> None:
+        """After a point of a sweep: print its line, and save the table so far."""
+        here = self._here
+        here.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
+        here.table.save(point.folder.parent)
 
 
 def begin_run(config: DictConfig) -> Claim:
     """Check the configuration, and lock the folder of a single run."""
     check(config)
     return folders.begin_run(Path(HydraConfig.get().run.dir), config["resume"])
-
-
-def run_in_sweep(config: DictConfig, ending: Ending) -> Ending:
-    """Run one point of a sweep, unless it is finished or another program runs it."""
-    point = make_point(config)
-    if stop_signals():
-        return replace(ending, is_stopped=True)
-    mistake = mistake_in(config)
-    try:
-        with folders.point_folder(point) as (claim, earlier):
-            if earlier is not None and rows.is_final(earlier):
-                return replace(ending, is_kept=True)
-            row, error = run_in_folder(point, claim, lambda point: row_of_sweep(point, mistake))
-            if row is None:
-                claim.undo()
-    except Held as held:
-        return replace(ending, holder=held.who)
-    return ended(ending, row, error)
 
 
 Result = tuple[Row | None, BaseException | None]  # the row of a point, and the error of one that ran in this process
@@ -142,71 +207,6 @@ def ended(ending: Ending, row: Row | None, error: BaseException | None) -> Endin
     """The ending with its row, or without if the same row is on disk."""
     is_on_disk = row is not None and rows.read(ending.folder) == row
     return replace(ending, row=None if is_on_disk else row, is_stopped=row is None, error=error)
-
-
-def row_of(point: Point) -> Result:
-    """Plan, search or run the point, as its mode asks. The row is None if a stop was requested before there was one."""
-    here = job_process.this()
-    if is_inline(point.config):
-        return row_inline(point, stop_signals)
-    if is_plan(point.choices):
-        return here.plans.row(point), None
-    if is_search(point.choices):
-        if point.launch is not None:
-            raise Refused("mode=search under torchrun: search without it, on one device")
-        words = container(HydraConfig.get().overrides.task, resolve=False)
-        return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
-    if is_transform(point.choices):  # no step of training, of which there could be a plan
-        return run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
-    point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))
-    skipped = here.plans.skipped(point)
-    return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
-
-
-def row_of_sweep(point: Point, mistake: Exception | None) -> Result:
-    """As `row_of`, for a point of a sweep: the sweep goes on after a point that can't run and after a bug of ours.
-
-    Args:
-        mistake: the error that the check of the point's configuration raised.
-    """
-    try:
-        if mistake is not None:
-            raise mistake
-        row, error = row_of(point)
-        if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have printed
-            tell_point(point, row)
-        return row, error
-    except MISTAKES as refusal:
-        if mistake is None:
-            raise
-        return left(point, Status.INCOMPATIBLE, sentence(refusal)), None
-    except OSError:
-        raise
-    except Exception as bug:
-        earlier = rows.read(point.folder)
-        if earlier is not None and rows.is_final(earlier):  # keep the final row
-            raise
-        progress = job_process.this().progress
-        progress.stop()
-        for line in text_without_secrets(traceback.format_exc()).splitlines():
-            progress.say(line)
-        return left(point, Status.ERROR, unforeseen(bug)), None
-
-
-def left(point: Point, status: Status, reason: str) -> Row:
-    """Write the row of a point that hasn't run, unless the run that it would continue has left one."""
-    row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
-    if point.earlier is None:
-        rows.write(point.folder, row)
-    tell_point(point, row)
-    return row
-
-
-def tell_point(point: Point, row: Row) -> None:
-    """After a point of a sweep: print its line, and save the table so far."""
-    here = job_process.this()
-    here.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
-    here.table.save(point.folder.parent)
 
 
 def make_point(config: DictConfig) -> Point:
@@ -231,7 +231,7 @@ def make_point(config: DictConfig) -> Point:
     )
 
 
-def logged(about: Any, earlier: Row, words: Sequence[str], values: Mapping[str, Any]) -> Logged:
+def logged(about: Any, earlier: Row, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, str | None]:
     """What the point that Hydra has composed is called at its loggers. All points of a sweep have one group, those that
     a later call adds as well, unless the user gives one (logger.group, or WANDB_RUN_GROUP).
 
@@ -246,7 +246,7 @@ def logged(about: Any, earlier: Row, words: Sequence[str], values: Mapping[str, 
     group = values["logger"]["group"] or before["group"] or wandb_environment.group(values)
     if about.mode == RunMode.MULTIRUN:
         group = group or rows.group_in(sweep) or sweep_group(sweep, names.get("axes", ()))
-    return Logged(name, group)
+    return {"name": name, "group": group}
 
 
 def mistake_in(config: DictConfig) -> Exception | None:

@@ -12,7 +12,7 @@ from typing import final
 
 from omegaconf import DictConfig
 
-from lowvram.cli import hydra_hooks
+from lowvram.cli.call import Call
 from lowvram.cli.initial import with_initial, with_transformed, word_for
 from lowvram.cli.sweep import POINT, Batch, Compose, SweepBatch, axes_of, names_of, rename
 from lowvram.config.settings import TRANSFORMS
@@ -57,10 +57,11 @@ class Rounds:
     Args:
         batch: the words of each, as `with_points` returns them.
         first: the index of the first of them in the sweep.
+        call: knows how points have ended.
     """
 
-    def __init__(self, batch: Batch, first: int, compose: Compose) -> None:
-        self._batch, self._compose, self._first = batch, compose, first
+    def __init__(self, batch: Batch, first: int, compose: Compose, call: Call) -> None:
+        self._batch, self._compose, self._first, self._call = batch, compose, first, call
         self._named = {place for words in batch for place in references(words).values()}  # by points that go on
         self._indices: dict[int, int] = {}  # in the sweep, of the points that were launched, by their places
         self._folders: dict[int, Path] = {}  # of those that are named
@@ -70,7 +71,7 @@ class Rounds:
         in_order, axes = rounds(self._batch), axes_of(self._batch)
         for places in in_order:
             coming = [place for place in places if self._can_begin(place)]
-            if coming and not hydra_hooks.is_over():
+            if coming and not self._call.is_over():
                 words = [self._words(place) for place in coming]
                 index = self._first + len(self._indices)
                 points = SweepBatch(words, index, self._compose, axes if len(in_order) > 1 else None)
@@ -83,7 +84,7 @@ class Rounds:
     def _can_begin(self, place: int) -> bool:
         """Whether the points have ended well that a point goes on from; if not, a line says which didn't."""
         for name, before in references(self._batch[place]).items():
-            row = hydra_hooks.row(self._indices[before]) if before in self._indices else None
+            row = self._call.row(self._indices[before]) if before in self._indices else None
             if row is None or row["status"] != Status.OK:
                 missing = f"{name} is the folder of {self._name(before)}, which has no model"
                 tell(f"{self._name(place)}: left out, as {missing}")

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import hydra
 
-from lowvram.cli import hydra_hooks, job_process
+from lowvram.cli import hydra_hooks
 from lowvram.cli.call import Call
 from lowvram.cli.closing import close_run, close_sweep, show_sweep
 from lowvram.cli.errors import sentence, sorted_words, with_presets
 from lowvram.cli.initial import with_initial, with_transformed
-from lowvram.cli.job import hydra_job
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
 from lowvram.cli.swept_fields import with_fields_of_swept
@@ -33,7 +32,7 @@ from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
-from lowvram.runs.folders import end_runs
+from lowvram.runs.folders import end_runs, end_sweep
 
 PRINTING = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints and runs nothing
 LINGER_S = 10.0  # see `linger`
@@ -46,9 +45,9 @@ def main() -> None:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     note_program()
     launch = launch_from()
-    call = Call(launch)
     with terminal_restored(), aside(launch) as folder:
         stop_signals.listen()
+        call = Call(progress_for(sys.stdout))
         with last_resort.watching():
             code = run_call(call, sys.argv[1:], folder, wants_traceback)
             if code and folder is not None:
@@ -62,7 +61,6 @@ def main() -> None:
 def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: bool) -> int:
     """From the words to the exit code."""
     learn({})  # the secrets of the environment, which a refused word may hold
-    job_process.begin(progress_for(sys.stdout))
     try:
         through_hydra(call, words, aside)
         code = close_sweep(call, words) if call.sweep else close_run(call.endings.values(), launch_from(), words)
@@ -77,10 +75,9 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
     except Exception as error:
         return failed(error)
     finally:
-        job_process.end()
+        call.here.stop()
         end_runs(is_refused=False)
-        if call.sweep:
-            call.sweep.release()
+        end_sweep()
 
 
 def failed(error: Exception) -> int:
@@ -139,14 +136,12 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
         if "execution_whitelist" in inspect.signature(hydra.main).parameters
         else {}
     )
-    hydra_hooks.listeners[:] = [call]
     try:
         with secrets_hidden(words):
-            hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(hydra_job)()
+            hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(call)()
     except hydra_hooks.NotBegun as ended:
         raise ended.mistake from None
     finally:
-        hydra_hooks.listeners.clear()
         call.leave_hydra()
         sys.argv = typed  # what is printed as a command starts with it
     if call.refusal is not None:

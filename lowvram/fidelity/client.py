@@ -22,8 +22,7 @@ from lowvram.fidelity.band import band, loss_gap
 from lowvram.launch import events, spec
 from lowvram.launch.client import Ending, Event, Runner
 from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
-from lowvram.launch.point import Point, with_parts
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point, with_parts
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.durable import remove_empty, remove_files, remove_leftovers, write_text
@@ -113,28 +112,28 @@ class Comparison:
     def fill(self, fields: Fields) -> None:
         """Fill in the fields one after another. Raises NotComparable when a run fails."""
         gradients = self.folder / GRADIENTS
-        reference = Reference(self, self.spec_of_reference())
+        reference = Reference(self, self.point_of_reference())
         reference.leave_gradients(gradients)
         bounds = band([reference.losses(number) for number in range(NUM_SEEDS)])
-        child = self.run(self.point.spec(), self.num_steps, gradients, is_reference=False)
+        child = self.run(self.point, self.num_steps, gradients, is_reference=False)
         fields |= {**child.compared, "reference": reference.described(), "band": bounds}
         self.check(child, "the point")
         fields |= {"losses": child.losses, "loss_gap": loss_gap(child.losses, bounds)}
 
-    def spec_of_reference(self) -> PointSpec:
+    def point_of_reference(self) -> Point:
         """A run of the reference. A child determines its configuration, as this needs torch."""
         config = {key: self.point.config[key] for key in CHILDS_OWN}
         arguments = {"config": config, "choices": self.point.choices}
         child = self.followed(lambda *to: self.server.ask("reference", arguments, *to))
         self.check(child, "the reference")
-        return replace(self.point.spec(), **child.fields["reference"])
+        return replace(self.point, **child.fields["reference"])
 
-    def run(self, spec: PointSpec, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
+    def run(self, point: Point, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
         """Run `num_steps` steps of a point, in a child that writes gradients (the reference) or compares them with the
         written ones (the point)."""
         about = {"steps": num_steps, "file": gradients and str(gradients), "is_reference": is_reference}
-        spec = replace(spec, folder=self.folder, is_resumed=False, fidelity=about)
-        return self.followed(lambda *to: self.server.run(spec, *to, held=self.point.locks))
+        point = replace(point, folder=self.folder, is_resumed=False, fidelity=about)
+        return self.followed(lambda *to: self.server.run(point, *to))
 
     def followed(self, start: Start) -> ChildResult:
         """Start a child, and follow it to its end; once more if it was killed from outside."""
@@ -164,17 +163,17 @@ class Reference:
     as memory requires, which doesn't change gradients. Methods raise NotComparable if a run fails.
     """
 
-    def __init__(self, comparison: Comparison, spec: PointSpec) -> None:
-        self.comparison, self.spec = comparison, spec
+    def __init__(self, comparison: Comparison, point: Point) -> None:
+        self.comparison, self.point = comparison, point
 
     def leave_gradients(self, file: Path) -> None:
         """Have the gradients of a first step written to `file`, with the point's own seed."""
-        self.run(self.spec.config["seed"], 1, file)
+        self.run(self.point.config["seed"], 1, file)
 
     def losses(self, number: int) -> list[float]:
         """The losses by step with the seed of that number. Points of a sweep that have the same reference share
         them."""
-        point, seed = self.comparison.point, (self.spec.config["seed"] + number) % 2**63
+        point, seed = self.comparison.point, (self.point.config["seed"] + number) % 2**63
         name = self.id(seed)
         file = point.folder.parent / REFERENCES / f"{name}.json"
         losses = self.kept(file) if point.sweep else None
@@ -202,12 +201,12 @@ class Reference:
     def run(self, seed: int, num_steps: int, gradients: Path | None) -> ChildResult:
         """Run the reference; if it runs out of memory, again with more parts."""
         while True:
-            spec = replace(self.spec, config={**self.spec.config, "seed": seed})
-            child = self.comparison.run(spec, num_steps, gradients, is_reference=True)
+            point = replace(self.point, config={**self.point.config, "seed": seed})
+            child = self.comparison.run(point, num_steps, gradients, is_reference=True)
             if child.status != Status.OOM or child.more_parts is None:
                 break
-            self.spec = replace(self.spec, config=with_parts(self.spec.config, child.more_parts))
-        hint = "; without vram it may fit" if child.status == Status.OOM and self.spec.config["vram"] else ""
+            self.point = replace(self.point, config=with_parts(self.point.config, child.more_parts))
+        hint = "; without vram it may fit" if child.status == Status.OOM and self.point.config["vram"] else ""
         self.comparison.check(child, "the reference", hint)
         if self.num_parts > 1 and child.fields["semantics_changed"]:
             raise NotComparable(
@@ -217,11 +216,11 @@ class Reference:
 
     @property
     def num_parts(self) -> int:
-        return self.spec.config["accum"]["parts"]
+        return self.point.config["accum"]["parts"]
 
     def id(self, seed: int) -> str:
         """A hash: the same for the same training on the same device with the same versions."""
-        config = self.spec.config
+        config = self.point.config
         groups = {group: config[group] for group in GROUPS if group not in ("mode", "accum")}
         about = [groups, config["train"]["batch_size"], config["device"], seed, self.comparison.num_steps]
         where = [__version__, installed_version("torch"), device_name()]
@@ -229,5 +228,5 @@ class Reference:
 
     def described(self) -> dict[str, Any]:
         """The reference's choices that a reader can't guess from the point's."""
-        choices = self.spec.choices
+        choices = self.point.choices
         return {"optimizer": choices["optimizer"], "adapter": choices["adapter"], "parts": self.num_parts}

@@ -20,9 +20,8 @@ from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch.events import Event, Following, Lines, Listener, opened_anew
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point, PointSpec
 from lowvram.launch.supervisor import KILL, ORPHAN_GRACE_S, STOPS
-from lowvram.launch.torchrun import Launch
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # the longest delay before a signal or a time-out is passed on
@@ -43,14 +42,7 @@ class Runner(Protocol):
         """Wait until torch is imported, so that this doesn't count for a point's time; or until there is an order."""
         ...
 
-    def run(
-        self,
-        spec: PointSpec,
-        on_event: Listener,
-        order: Order,
-        launch: Launch | None = None,
-        held: Sequence[int] = (),
-    ) -> list[Ending] | None:
+    def run(self, point: Point, on_event: Listener, order: Order) -> list[Ending] | None:
         """Run the ranks of one point to their end: see `Server.run`."""
         ...
 
@@ -108,22 +100,12 @@ class Server:
         with suppress(OSError):  # the server has died; `run` will then return None
             self._wait_ready(order)
 
-    def run(
-        self,
-        spec: PointSpec,
-        on_event: Listener,
-        order: Order,
-        launch: Launch | None = None,
-        held: Sequence[int] = (),
-    ) -> list[Ending] | None:
+    def run(self, point: Point, on_event: Listener, order: Order) -> list[Ending] | None:
         """Run the ranks of one point to their end.
 
         Args:
             on_event: called with each event of a rank, in the rank's order, and with what it prints.
             order: called every POLL_S; TERM or KILL, if it returns one, is passed on to all ranks.
-            launch: this program's rank, if torchrun has started it.
-            held: descriptors of locked files, which the ranks (and no other process of the server) keep open, so that
-                the locks last as long as any rank lives.
 
         Returns:
             How each rank ended, in the order of their ends; None if the server itself died, or was killed with all its
@@ -132,15 +114,16 @@ class Server:
         Raises:
             OSError: the point's folder can't be written.
         """
-        spec.write()
-        request = {"folder": str(spec.folder), "hidden": spec.hidden(), "launch": launch and vars(launch)}
+        point.write()
+        launch = point.launch and vars(point.launch)
+        request = {"folder": str(point.folder), "hidden": point.hidden(), "launch": launch}
         if launch is None:
-            if (num_ranks := self._num_ranks(spec, order)) is None:
+            if (num_ranks := self._num_ranks(point, order)) is None:
                 return None
-            request |= {"num_ranks": num_ranks, "timeout_s": spec.config["sharding"].get("timeout_s")}
+            request |= {"num_ranks": num_ranks, "timeout_s": point.config["sharding"].get("timeout_s")}
         self.start()
-        writer, reader = opened_anew(spec.folder)
-        return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), held)
+        writer, reader = opened_anew(point.folder)
+        return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), point.locks)
 
     def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
         """Have a process answer one of the questions of `worker/asks.py`. Its events, the last of which is a row, go to

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lowvram.config.compose import MISTAKES, chosen, plain
 from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
 from lowvram.launch.client import Event, Runner
-from lowvram.launch.point import Point, with_chosen
+from lowvram.launch.spec import Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
 from lowvram.results import row as rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from lowvram.launch import events, spec
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.files.durable import write_bytes

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_id
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.results import row as rows
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, holds_run, other_point
@@ -26,7 +26,9 @@ from lowvram.runs.hydra_notes import sweep_note
 SWEEP_NOTE = "multirun.yaml"
 
 
-_runs: dict[Path, Claim] = {}  # single runs whose folder this process took before Hydra made it
+# Folders that this process took before Hydra made them. They stand here as Hydra hands nothing on to the job.
+_runs: dict[Path, Claim] = {}
+_sweeps: list[SweepFolder] = []
 
 
 def begin_run(folder: Path, resume: str | None) -> Claim:
@@ -55,6 +57,27 @@ def end_runs(is_refused: bool) -> None:
     _runs.clear()
 
 
+def begin_sweep(folder: Path) -> None:
+    """Lock the folder of a sweep, before any of its points is composed.
+
+    Raises:
+        BadInput: it isn't the folder of a sweep, or other files are in it.
+    """
+    _sweeps[:] = [SweepFolder(folder)]
+
+
+def sweep() -> SweepFolder | None:
+    """The sweep that this process has begun."""
+    return next(iter(_sweeps), None)
+
+
+def end_sweep() -> None:
+    """Unlock the folder of the sweep; its results stay."""
+    for folder in _sweeps:
+        folder.release()
+    _sweeps.clear()
+
+
 @contextmanager
 def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
     """Lock the folder of one point of a sweep inside the block; yields the claim and the row that is already there.
@@ -74,7 +97,7 @@ def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
 
 @final
 class SweepFolder:
-    """The folder of a sweep, locked before any of its points is composed.
+    """The folder of a sweep, which is locked.
 
     Raises:
         BadInput: it isn't the folder of a sweep, or other files are in it.
@@ -116,7 +139,7 @@ class SweepFolder:
         self._claim.undo()
 
     def release(self) -> None:
-        """The call has ended; its results stay."""
+        """Unlock it."""
         self._claim.release()
 
 

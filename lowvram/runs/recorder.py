@@ -17,7 +17,7 @@ from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, outcome_of
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.launch.stop import StopConditions
 from lowvram.results import memory_over_step, metric_lines
 from lowvram.results import row as rows
@@ -47,7 +47,7 @@ class Recording:
     def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
         self.point, self.progress = point, progress
         self._disturbs, self._can_begin_again = disturbs, can_begin_again
-        self._so_far = RowSoFar(point.spec(), point.first_row())
+        self._so_far = RowSoFar(point)
         self.loggers = Loggers()
         self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
         self._earlier = EarlierLife.of(point)
@@ -106,7 +106,7 @@ class Recording:
         if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
             return False
         fewer, self.point = self.row["config"]["accum"]["parts"], in_parts(self.point, parts, self.row)
-        self._so_far = RowSoFar(self.point.spec(), self.point.first_row())
+        self._so_far = RowSoFar(self.point)
         if stop_conditions.is_stopped:
             self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
             return False
@@ -133,7 +133,7 @@ class Recording:
         self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
         self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
         self.point = replace(self.point, reruns=reruns)
-        self._so_far = RowSoFar(self.point.spec(), self.point.first_row())
+        self._so_far = RowSoFar(self.point)
         return True
 
     def _on_begin(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts, without_chosen
+from lowvram.launch.spec import Attempts, Config, Measurement, Point, with_parts, without_chosen
 from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.columns import value_at

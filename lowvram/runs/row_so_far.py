@@ -11,11 +11,10 @@ from typing import Any, final
 
 from lowvram.config.secret import without_secrets
 from lowvram.launch.outcome import RankReport
-from lowvram.launch.point import with_parts
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import PointSpec, with_parts
 from lowvram.results import row as rows
 from lowvram.results.checks import failed_checks
-from lowvram.results.row import Row, Status
+from lowvram.results.row import Status
 
 OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # listed for each rank
 
@@ -32,8 +31,8 @@ class RowSoFar:
         has_saved: whether a step was saved.
     """
 
-    def __init__(self, spec: PointSpec, first_row: Row) -> None:
-        self.spec, self.row = spec, first_row
+    def __init__(self, spec: PointSpec) -> None:
+        self.spec, self.row = spec, spec.first_row()
         self.reports: dict[int, RankReport] = {}
         self.more_parts: int | None = None
         self.has_steps = self.has_saved = False

@@ -17,7 +17,7 @@ from lowvram.launch.client import LIBRARIES, Runner
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.launch.stop import StopConditions
 from lowvram.planning.client import Plans
 from lowvram.results.row import Row, Status
@@ -65,7 +65,7 @@ def run_point(
             around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
             watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
             with last_resort.guarding(stop_conditions.late_s, recording.abandon):
-                ended = server.run(recording.point.spec(), recording.on_event, watch, point.launch, point.locks)
+                ended = server.run(recording.point, recording.on_event, watch)
             watch.logs.cut()
             recording.conclude(ended, around)
             if not (recording.begins_again(stop_conditions) or recording.measures_again(stop_conditions)):

@@ -19,7 +19,7 @@ from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import CHILDS_OWN, KNOB_GROUPS
 from lowvram.config.words import key
 from lowvram.launch.client import Event, Server
-from lowvram.launch.point import Logged, Point, with_chosen
+from lowvram.launch.spec import Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results import table
@@ -214,7 +214,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
         choices=chosen(config.hydra.runtime.choices),
         sweep=point.folder.name,
         provenance=identity.provenance(point.config["seed"], command),
-        logged=Logged("-".join(changes.values()) or "as typed", group_of(point)),
+        logged={"name": "-".join(changes.values()) or "as typed", "group": group_of(point)},
         plan={name: value for name, value in candidate.items() if name != "changes"},
         locks=point.locks,
     )

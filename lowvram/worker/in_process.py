@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import signal
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from lowvram.launch.client import Ending, Order
 from lowvram.launch.events import Listener, encoded, opened_anew, parsed, write_all
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point, PointSpec
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
 from lowvram.launch.torchrun import Launch
@@ -99,20 +99,12 @@ class Inline:
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
         """Nothing to wait for: torch is imported."""
 
-    def run(
-        self,
-        spec: PointSpec,
-        on_event: Listener,
-        order: Order,
-        launch: Launch | None = None,
-        held: Sequence[int] = (),
-    ) -> list[Ending]:
-        """Run one point. Signals and the time limit reach it directly, without `order`, and this process has the
-        descriptors `held` open anyway."""
-        spec.write()
-        fds, stop = opened_anew(spec.folder), InProcessStop(spec.config["timeout_s"])
+    def run(self, point: Point, on_event: Listener, order: Order) -> list[Ending]:
+        """Run one point. Signals and the time limit reach it directly, without `order`."""
+        point.write()
+        fds, stop = opened_anew(point.folder), InProcessStop(point.config["timeout_s"])
         try:
-            return self._end(Events(on_event, fds[0]), stop, lambda events: run(spec, events, stop))
+            return self._end(Events(on_event, fds[0]), stop, lambda events: run(point, events, stop))
         finally:
             for fd in fds:
                 os.close(fd)

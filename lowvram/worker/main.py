@@ -227,7 +227,7 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
     prepare(folder / native_log(rendezvous.rank))
     spec = PointSpec.read(folder, request["hidden"])
     learn(spec.config)
-    events.so_far = RowSoFar(spec, spec.first_row())
+    events.so_far = RowSoFar(spec)
     return job.run_spec(spec, events, stop, rendezvous)
 
 

@@ -19,7 +19,7 @@ from lowvram.config.parent_settings import PARENT_SECTIONS
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search
 from lowvram.launch.client import Server
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.planning.client import Plans, plan_for_row, request_for
 from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress

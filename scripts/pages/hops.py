@@ -2,7 +2,6 @@
 
     scripts/python scripts/pages/hops.py            # a tiny Transformer
     scripts/python scripts/pages/hops.py model=resnet precision=bf16
-    scripts/python scripts/pages/hops.py --write    # the list in CONTRIBUTING.md
     scripts/python scripts/pages/hops.py --all      # every call from file to file
 
 Runs a point in this process and prints a line for each file of the package that control goes through before the first
@@ -18,7 +17,6 @@ generated code, don't count in either.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,8 +27,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(ROOT / "lowvram")
-PAGE = ROOT / "CONTRIBUTING.md"
-PLACE = re.compile(r"(?<=<!-- scripts/pages/hops.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 TINY = ("model.num_layers=1", "model.width=32", "model.num_heads=2", "data=synthetic", "data.sequence_length=16")
 TINY += ("data.eval_samples=4", "train.batch_size=4", "train.steps=1", "logger=none", "device=cpu", "process=inline")
 IGNORED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
@@ -122,15 +118,6 @@ def times_entered(entries: Iterable[Entry]) -> int:
     return len({entry.caller for entry in entries})
 
 
-def page(entries: Iterable[Entry]) -> str:
-    """The list as Markdown."""
-    lines = ["| | file | first called there | entered by |", "|---:|---|---|---:|"]
-    for number, (file, found) in enumerate(by_file(entries).items(), 1):
-        link = f"[`{file}`](lowvram/{file})"
-        lines.append(f"| {number} | {link} | `{found[0].name}` | {times_entered(found)} |")
-    return "\n".join(lines) + "\n"
-
-
 def followed(words: Iterable[str]) -> Hops:
     """A point with these words, until its first step."""
     sys.path.insert(0, str(ROOT))
@@ -155,8 +142,6 @@ def main() -> None:
     flags, words = ([word for word in sys.argv[1:] if word.startswith("--") == is_flag] for is_flag in (True, False))
     hops = followed(words)
     entries = hops.entries if "--all" in flags else hops.of_control()
-    if "--write" in flags:
-        PAGE.write_text(PLACE.sub(lambda _: page(entries), PAGE.read_text()))
     files = by_file(entries)
     for number, (file, found) in enumerate(files.items(), 1):
         times = len(found) if "--all" in flags else times_entered(found)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.results.row import empty_row, merge, write
 from lowvram.search.client import Candidate, Candidates, Searches, measuring_order
 from lowvram.search.result import with_changes

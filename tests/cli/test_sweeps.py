@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowvram.cli import job
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.results.row import Row
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 from tests.tiers import first_of
@@ -174,7 +174,7 @@ def test_a_bug_after_the_row_leaves_it(call: Call, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(job, "tell_point", fail)
+    monkeypatch.setattr(job.Job, "_tell_point", fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         call("-m", *TINY, "seed=0", "hydra.sweep.dir=sweep")
     assert [read_row(path.parent)["status"] for path in Path("sweep").glob("*/result.json")] == ["ok"]

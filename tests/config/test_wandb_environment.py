@@ -26,7 +26,7 @@ def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         values = {"name": typed.get("name"), "logger": {"wandb": typed.get("wandb", True), "group": group}}
         row = merge(empty_row(), {"logged": {"name": before, "group": before}})
         found = job.logged(about, row, ["ckpt=every2"], values)
-        return found.name, found.group
+        return found["name"], found["group"]
 
     return named
 

@@ -12,7 +12,7 @@ import pytest
 
 from lowvram.config.errors import Refused
 from lowvram.fidelity.client import Comparison, Reference, check_fresh
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.sealed import sealed
 from lowvram.results.row import Row
@@ -176,7 +176,7 @@ def test_what_is_refused(call: Call, words: tuple[str, ...], sentence: str, tmp_
 def test_a_damaged_reference_is_run_again(tmp_path: Path) -> None:
     said: list[str] = []
     comparison: Any = SimpleNamespace(progress=SimpleNamespace(say=said.append))
-    reference, file = Reference(comparison, PointSpec(tmp_path, {}, {}, {})), tmp_path / "x.json"
+    reference, file = Reference(comparison, Point("0" * 16, "n", 0, tmp_path, {}, {})), tmp_path / "x.json"
     assert (reference.kept(file), said) == (None, [])
     file.write_text(sealed('{"id": "x", "losses": [1.5, 2.5]}'))
     assert (reference.kept(file), said) == ([1.5, 2.5], [])

@@ -16,7 +16,7 @@ import pytest
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch import client
 from lowvram.launch.client import Event, Server
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point
 from lowvram.launch.supervisor import KILL, TERM
 from tests.calls import TINY, Outcome, children, wait_until
 
@@ -24,13 +24,13 @@ Call = Callable[..., Outcome]
 
 
 @pytest.fixture
-def request_for(call: Call, tmp_path: Path) -> Callable[[str], PointSpec]:
+def request_for(call: Call, tmp_path: Path) -> Callable[[str], Point]:
     """Makes a tiny point, with a fault."""
     row = call(*TINY, "train.steps=1").row
 
-    def make(fault: str) -> PointSpec:
+    def make(fault: str) -> Point:
         config = {key: row["config"][key] for key in CHILDS_OWN} | {"name": fault}
-        return PointSpec(tmp_path, config, row["choices"], {})
+        return Point("0" * 16, "n", 0, tmp_path, config, row["choices"])
 
     return make
 
@@ -40,7 +40,7 @@ def pid_of(server: Server) -> int:
     return server._process.pid
 
 
-def run(server: Server, request: PointSpec) -> tuple[int | None, dict[str, Any]]:
+def run(server: Server, request: Point) -> tuple[int | None, dict[str, Any]]:
     """How the child died, and its row."""
     events: list[Event] = []
     give_up = time.monotonic() + 20
@@ -50,7 +50,7 @@ def run(server: Server, request: PointSpec) -> tuple[int | None, dict[str, Any]]
 
 
 def test_no_signal_is_lost_however_early_it_comes(
-    shared_server: Server, request_for: Callable[[str], PointSpec], tmp_path: Path
+    shared_server: Server, request_for: Callable[[str], Point], tmp_path: Path
 ) -> None:
     """A child inherits that signals are ignored; one that comes before it listens must be answered all the same."""
     request = request_for("hang@0")
@@ -73,7 +73,7 @@ def terminate_at_once(server: int) -> None:
 
 @pytest.mark.slow
 def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
-    shared_server: Server, request_for: Callable[[str], PointSpec]
+    shared_server: Server, request_for: Callable[[str], Point]
 ) -> None:
     """Not with the answer to the one before; and the child that nobody listens to ends."""
 
@@ -90,7 +90,7 @@ def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [TERM, KILL])
 def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_gets_another(
-    shared_server: Server, request_for: Callable[[str], PointSpec], monkeypatch: pytest.MonkeyPatch, order: bytes
+    shared_server: Server, request_for: Callable[[str], Point], monkeypatch: pytest.MonkeyPatch, order: bytes
 ) -> None:
     """As after `kill -STOP`: it passes nothing on, so a time limit and Ctrl-C would be in vain."""
     monkeypatch.setattr(client, "STOPPED_GRACE_S", 0.3)
@@ -112,13 +112,13 @@ def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_
 def test_an_order_that_comes_while_ranks_are_counted_ends_the_point(shared_server: Server, call: Call) -> None:
     """Each order is given once: the run that is to follow would hear of it no more."""
     outcome = call(*TINY, "sharding=ddp", "sharding.ranks=2", "train.steps=1", "device=cpu")
-    spec = PointSpec.read(outcome.folder)
+    point = Point.read(outcome.folder)
     orders, events = iter([None, TERM]), list[Event]()
-    assert shared_server.run(spec, events.append, lambda: next(orders, None)) is None
+    assert shared_server.run(point, events.append, lambda: next(orders, None)) is None
     assert events == []
 
 
-def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], PointSpec]) -> None:
+def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], Point]) -> None:
     request = request_for("exit17@1")
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
@@ -155,8 +155,8 @@ def test_what_is_held_is_open_until_the_last_rank_is_dead(
             pid = pid_of(shared_server)
             seen.append([holds(process, tmp_path / "lock") for process in (pid, *children(pid))])
 
-    spec = PointSpec(tmp_path, config, row["choices"], {})
-    ended = shared_server.run(spec, on_event, lambda: KILL if seen else None, held=[held])
+    point = Point("0" * 16, "n", 0, tmp_path, config, row["choices"], locks=[held])
+    ended = shared_server.run(point, on_event, lambda: KILL if seen else None)
     assert ended is not None
     assert seen == [[False, *[True] * num_ranks]]
     assert not is_locked(tmp_path / "lock")

@@ -17,11 +17,12 @@ CONFIG: dict[str, Any] = {
     "model": {"name": "m", "kwargs": {"token": SECRET, "sizes": [1, 2]}},
     "train": {"clip": float("inf")},
 }
-ABOUT = {"id": "0" * 16, "name": "n", "index": 0, "plan": {"advice": "try vram=1G"}, "provenance": {"seed": 1}}
+PLAN: dict[str, Any] = {"advice": "try vram=1G"}
 
 
 def spec_in(folder: Path, **more: Any) -> PointSpec:
-    return PointSpec(folder, CONFIG, {"model": "hf"}, ABOUT, **more)
+    known = {"config": CONFIG, "choices": {"model": "hf"}, "plan": PLAN, "provenance": {"seed": 1}, **more}
+    return PointSpec("0" * 16, "n", 0, folder, **known)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
 
 def test_a_value_that_is_no_number_is_no_secret(tmp_path: Path) -> None:
     """It differs from itself. The process that builds the point refuses it."""
-    spec = PointSpec(tmp_path, {"lr": float("nan")}, {}, ABOUT)
+    spec = spec_in(tmp_path, config={"lr": float("nan")})
     spec.write()
     assert spec.hidden() == []
     assert str(PointSpec.read(tmp_path).config) == "{'lr': nan}"
@@ -51,7 +52,7 @@ def test_a_value_that_is_no_number_is_no_secret(tmp_path: Path) -> None:
 def test_the_row_begins_with_what_is_known() -> None:
     row = spec_in(Path("nowhere")).first_row()
     assert row["config"]["model"]["kwargs"] == {"token": REFUSED, "sizes": [1, 2]}
-    assert (row["id"], row["plan"], row["choices"]) == (ABOUT["id"], ABOUT["plan"], {"model": "hf"})
+    assert (row["id"], row["plan"], row["choices"]) == ("0" * 16, PLAN, {"model": "hf"})
     assert row["status"] is None
 
 

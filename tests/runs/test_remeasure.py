@@ -12,8 +12,7 @@ import pytest
 
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch.client import Ending, Event
-from lowvram.launch.point import Point
-from lowvram.launch.spec import PointSpec
+from lowvram.launch.spec import Point
 from lowvram.results.metric_lines import to_line
 from lowvram.results.report.report import save
 from lowvram.results.row import Row, read
@@ -48,14 +47,7 @@ class Scripted:
 
     def ask(self, *_: Any) -> None: ...
 
-    def run(
-        self,
-        spec: PointSpec,
-        on_event: Callable[[Event], None],
-        order: Any,
-        launch: Any = None,
-        held: Sequence[int] = (),
-    ) -> list[Ending]:
+    def run(self, point: Point, on_event: Callable[[Event], None], order: Any) -> list[Ending]:
         measurement = self.left.pop(0)
         parts = {"parts": 1, "more_parts": None}
         on_event(
@@ -73,7 +65,7 @@ class Scripted:
             fields: dict[str, Any] = {"status": measurement, "reason": "planted"}
         else:
             disturbed, ms = measurement
-            (spec.folder / "metrics.jsonl").write_text(to_line({"step": 1, "loss/train": ms}))
+            (point.folder / "metrics.jsonl").write_text(to_line({"step": 1, "loss/train": ms}))
             on_event({"event": "metrics", "step": 1, "values": {"loss/train": ms}, "is_late": True})
             time, throughput = {"step_ms_p50": ms}, {"samples_per_s": 1e3 / ms}
             fields = {"status": "ok", "time": time, "throughput": throughput}

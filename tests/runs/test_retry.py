@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.launch.point import with_chosen, with_parts, without_chosen
+from lowvram.launch.spec import with_chosen, with_parts, without_chosen
 from lowvram.results.row import Row
 from lowvram.runs.retry import as_left
 from scripts.benchmarks.runs import Runs

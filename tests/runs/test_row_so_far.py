@@ -22,8 +22,7 @@ OF_ONE_RANK = {"status": "oom", "reason": "out of memory in the update", "memory
 
 def so_far(**about: Any) -> RowSoFar:
     config = {"vram": None, "accum": {"parts": 1}, "train": {"batch_size": 4}}
-    spec = PointSpec(Path(), config, {"mode": "train"}, {"id": "0" * 16, **about})
-    return RowSoFar(spec, spec.first_row())
+    return RowSoFar(PointSpec("0" * 16, "n", 0, Path(), config, {"mode": "train"}, **about))
 
 
 def test_a_run_s_own_process_writes_its_row(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +35,7 @@ def test_a_run_s_own_process_writes_its_row(call: Call, monkeypatch: pytest.Monk
 
 def test_the_files_of_a_run_give_its_row(call: Call) -> None:
     folder = call(*TINY, "train.steps=2", "plan.skip=true").folder
-    spec = PointSpec.read(folder)
-    found = RowSoFar(spec, spec.first_row())
+    found = RowSoFar(PointSpec.read(folder))
     for line in filter(None, (folder / FILE_NAME).read_text().splitlines()):
         event = json.loads(line)
         found.on_event(event.pop("event"), event)

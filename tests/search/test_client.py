@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.launch.point import Point
+from lowvram.launch.spec import Point
 from lowvram.results.row import Row, empty_row, merge
 from lowvram.search.client import Searches, deadline, within
 from tests.calls import TINY, Outcome

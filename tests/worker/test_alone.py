@@ -137,14 +137,14 @@ def test_a_row_that_can_t_be_written_is_told(
 
 
 def known(events: Any, folder: Path) -> dict[str, Any]:
-    spec = PointSpec(folder, {"vram": None}, {"mode": "train"}, {"id": "0" * 16, "name": "n"})
-    events.so_far = RowSoFar(spec, spec.first_row())
+    spec = PointSpec("0" * 16, "n", 0, folder, {"vram": None}, {"mode": "train"})
+    events.so_far = RowSoFar(spec)
     return {"status": "ok"}
 
 
 def test_code_of_somebody_else_isn_t_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"callbacks": ["evil.Evil"], "resume": None}
-    PointSpec(tmp_path, config, {"mode": "train"}, {"id": "0" * 16, "name": "n"}).write()
+    PointSpec("0" * 16, "n", 0, tmp_path, config, {"mode": "train"}).write()
     assert main([str(tmp_path)]) == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1

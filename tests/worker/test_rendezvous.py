@@ -71,7 +71,7 @@ def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
 
 def test_a_rank_runs_only_with_as_many_others_as_the_point_takes() -> None:
     with pytest.raises(BadInput, match=r"sharding.ranks='2': must be 1, the number of processes that were started"):
-        first(1).join(PointSpec(Path(), {}, {}, {}), 2, CPU, 1.0)
+        first(1).join(PointSpec("0" * 16, "n", 0, Path(), {}, {}), 2, CPU, 1.0)
 
 
 def test_torchrun_s_words_are_understood() -> None:

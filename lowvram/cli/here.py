@@ -20,7 +20,7 @@ from lowvram.results.terminal import Progress, QuietProgress
 
 
 @final
-class JobProcess:
+class Here:
     """Shared by the jobs of the program, or of a launcher's process. Each attribute is created at its first use."""
 
     def __init__(self, progress: Progress) -> None:
@@ -39,38 +39,17 @@ class JobProcess:
         return LiveTable()
 
     def stop(self) -> None:
+        """Stop the server; no job may follow."""
         if "server" in vars(self):
             self.server.stop()
 
 
-_this: list[JobProcess] = []
-
-
-def this() -> JobProcess:
-    """The `JobProcess` of this process; created if a launcher has started the process."""
-    if not _this:
-        joined()
-    return _this[0]
-
-
-def begin(progress: Progress) -> JobProcess:
-    """Create the `JobProcess` of the program; call `end` afterwards."""
-    _this[:] = [JobProcess(progress)]
-    return _this[0]
-
-
-def end() -> None:
-    """Stop the server; no job may follow."""
-    for process in _this:
-        process.stop()
-    _this.clear()
-
-
-def joined() -> None:
+def joined() -> Here:
     """Set up a process that a launcher has started, as the program was: a broken output doesn't end it, and signals are
     only counted."""
     logging.raiseExceptions = False
     protect_streams()
     launchers.join()
-    begin(QuietProgress(sys.stdout))
-    atexit.register(end)
+    here = Here(QuietProgress(sys.stdout))
+    atexit.register(here.stop)
+    return here
