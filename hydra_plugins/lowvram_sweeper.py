@@ -29,5 +29,5 @@ class PointSweeper(CheckingSweeper):
         typed = parser.parse_overrides([*configured, *arguments])
         num_launched = 0
         for grid in sweeper.grid(typed, self.max_batch_size):
-            batch = sweeper.with_points(grid, self.points)
-            num_launched += Rounds(batch, num_launched, compose, self.call).launch(self.launch)
+            batch, names = sweeper.with_points(grid, self.points)
+            num_launched += Rounds(batch, names, num_launched, compose, self.call).launch(self.launch)

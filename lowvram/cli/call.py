@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any, final
 
 from hydra.plugins.launcher import Launcher
@@ -19,12 +20,10 @@ from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import container
 from lowvram.config.errors import Refused
 from lowvram.config.settings import is_inline
-from lowvram.launch.client import Event
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress, tell
-from lowvram.runs import folders
 from lowvram.runs.folders import SweepFolder
 
 
@@ -33,6 +32,7 @@ class Call:
     """Runs the points of one call. In a process that a launcher has started it is unpickled as a `Job`.
 
     Attributes:
+        sweep: the folder of the sweep, if it is one.
         logger: of a sweep: where metrics go, besides files.
         endings: how the points ended, by their index.
         failure: why the launcher failed; `endings` is then incomplete.
@@ -43,6 +43,7 @@ class Call:
         self._job = Job(self.here)
         self._elsewhere = ExitStack()  # the environment and signals of jobs in other processes
         self.is_elsewhere = False
+        self.sweep: SweepFolder | None = None
         self._typed: list[str] = []  # for all points of the sweep
         self.logger: Any = None
         self.endings: dict[int, Ending] = {}
@@ -57,12 +58,9 @@ class Call:
     def __reduce__(self) -> tuple[Any, ...]:
         return job_elsewhere, ()
 
-    @property
-    def sweep(self) -> SweepFolder | None:
-        return folders.sweep()
-
     def begin_sweep(self, config: DictConfig) -> None:
-        """Before any point of a sweep is composed."""
+        """Before any point of a sweep is composed: take its folder."""
+        self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
         self._typed = list(config.hydra.overrides.task)
         self.logger = container(config.get("logger"))
         self.is_elsewhere = launchers.is_elsewhere(config.hydra)
@@ -89,12 +87,6 @@ class Call:
 
     def _check(self, coming: SweepBatch) -> None:
         """Build the objects of the representative points in a child process. Raises what is wrong with them."""
-        refused: list[str] = []
-
-        def on_event(event: Event) -> None:
-            if event["event"] == "row" and event["fields"]["status"] != Status.OK:
-                refused.append(event["fields"]["reason"])
-
         configs = list[DictConfig]()
         for config in coming.to_check():
             job.check_values(config)
@@ -109,11 +101,11 @@ class Call:
             if len(configs) > 1:
                 raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
         asked = {"configs": [request_of(config)["config"] for config in configs]}
-        self.here.server.ask("check", asked, on_event, StopConditions(None, stop_signals))
+        answer = self.here.server.ask("check", asked, StopConditions(None, stop_signals))
         if stop_signals():
             return
-        if refused:
-            raise Refused(refused[0])
+        if answer and answer["status"] != Status.OK:
+            raise Refused(answer["reason"])
         assert self.sweep is not None
         self.sweep.check_points(configs)
         if coming.first == 0:

@@ -19,7 +19,6 @@ from lowvram.cli.sweeper import CheckingSweeper
 from lowvram.config.compose import MISTAKES, check_left_to_us
 from lowvram.config.errors import Refused, require
 from lowvram.launch.torchrun import launch_from
-from lowvram.runs import folders
 
 
 class NotBegun(BaseException):
@@ -57,7 +56,6 @@ class Start(Callback):
                 raise Refused(f"-m under torchrun: {hint}")
             check_left_to_us(config.hydra)
             check_plugins(config.hydra)
-            folders.begin_sweep(Path(config.hydra.sweep.dir))
 
 
 def note_config(config: DictConfig) -> None:

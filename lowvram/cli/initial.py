@@ -1,5 +1,5 @@
-"""model.init=FOLDER, prune.run=FOLDER and grow.run=FOLDER: adds to the command line what the folder says, but for what
-was typed. Imports no torch."""
+"""model.init=FOLDER, prune.run=FOLDER, grow.run=FOLDER: adds the folder's settings as overrides; typed overrides win.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     nodes = {option: node_of("model", option) for option in options_of("model")}
     options = [option for option, node in nodes.items() if node["_target_"] == target and "init" in node]
     allowed = "the folder of a trained model of lowvram's own (transformer, resnet) or of Hugging Face's transformers"
-    require(bool(options), name, str(folder), f"{allowed}, such as a run's model: {CONFIG} there is none's")
+    require(bool(options), name, str(folder), f"{allowed}, such as a run's model: its {CONFIG} is neither's")
     manifest.check(folder)
     check_safetensors(folder, name, str(folder))
     row = rows.read(folder.parent)

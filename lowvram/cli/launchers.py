@@ -77,9 +77,10 @@ def signals_passed_on(stops: Path) -> Iterator[None]:
     def hear(number: int, frame: Any = None) -> None:
         if stop_signals.num >= MAX_PASSED_ON:
             raise KeyboardInterrupt  # the only way to leave a launcher
-        stop_signals.add(number)
+        before = stop_signals.num
+        stop_signals.add(number)  # which doesn't count what a shell repeats
         with stops.open("ab") as file:
-            file.write(b".")
+            file.write(b"." * (stop_signals.num - before))
 
     def wait() -> None:
         while not is_over.is_set():

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from omegaconf import DictConfig
-
 from lowvram.cli.call import Call
 from lowvram.cli.initial import with_initial, with_transformed, word_for
-from lowvram.cli.sweep import POINT, Batch, Compose, SweepBatch, axes_of, names_of, rename
+from lowvram.cli.sweep import POINT, Batch, Compose, ListNames, SweepBatch, axes_of, names_of
 from lowvram.config.settings import TRANSFORMS
 from lowvram.config.words import key
 from lowvram.results.row import Status
@@ -56,12 +54,14 @@ class Rounds:
 
     Args:
         batch: the words of each, as `with_points` returns them.
+        names: of points that come from a list, by their words.
         first: the index of the first of them in the sweep.
         call: knows how points have ended.
     """
 
-    def __init__(self, batch: Batch, first: int, compose: Compose, call: Call) -> None:
+    def __init__(self, batch: Batch, names: ListNames, first: int, compose: Compose, call: Call) -> None:
         self._batch, self._compose, self._first, self._call = batch, compose, first, call
+        self._names = dict(names)
         self._named = {place for words in batch for place in references(words).values()}  # by points that go on
         self._indices: dict[int, int] = {}  # in the sweep, of the points that were launched, by their places
         self._folders: dict[int, Path] = {}  # of those that are named
@@ -74,11 +74,15 @@ class Rounds:
             if coming and not self._call.is_over():
                 words = [self._words(place) for place in coming]
                 index = self._first + len(self._indices)
-                points = SweepBatch(words, index, self._compose, axes if len(in_order) > 1 else None)
+                swept = axes if len(in_order) > 1 else None
+                points = SweepBatch(words, index, self._compose, swept, names=self._names)
                 self._indices |= {place: index + nth for nth, place in enumerate(coming)}
                 launch(points)
-                named = self._named.intersection(coming)
-                self._folders |= {place: folder_of(points.composed(coming.index(place))) for place in named}
+                self._folders |= {
+                    place: self._call.endings[self._indices[place]].folder
+                    for place in self._named.intersection(coming)
+                    if self._indices[place] in self._call.endings
+                }
         return len(self._indices)
 
     def _can_begin(self, place: int) -> bool:
@@ -96,13 +100,9 @@ class Rounds:
         if not references(words):
             return words
         found = linked(words, self._folders)
-        rename(found, words)
+        if (name := self._names.get(frozenset(words))) is not None:
+            self._names[frozenset(found)] = name
         return found
 
     def _name(self, place: int) -> str:
-        return names_of(self._batch[place], [], []).point
-
-
-def folder_of(config: DictConfig) -> Path:
-    """The folder of a composed point."""
-    return Path(config.hydra.sweep.dir, str(config.hydra.sweep.subdir)).absolute()
+        return names_of(self._batch[place], [], [], self._names).point

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 import hydra
@@ -32,7 +32,7 @@ from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
-from lowvram.runs.folders import end_runs, end_sweep
+from lowvram.runs.folders import end_runs
 
 PRINTING = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints and runs nothing
 LINGER_S = 10.0  # see `linger`
@@ -73,11 +73,15 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
         tell(sentence(error), sys.stderr)
         return EXIT_REFUSED
     except Exception as error:
+        if call.sweep and isinstance(error, OSError):
+            with suppress(OSError):
+                show_sweep(call, words)
         return failed(error)
     finally:
         call.here.stop()
         end_runs(is_refused=False)
-        end_sweep()
+        if call.sweep:
+            call.sweep.release()
 
 
 def failed(error: Exception) -> int:

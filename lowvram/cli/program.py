@@ -1,5 +1,5 @@
-"""How the user has called this program: `python train.py`, `scripts/train` or `lowvram`. Printed commands start so.
-Imports no torch.
+"""How the user has called this program: `python train.py`, `scripts/train` or `lowvram`. Printed commands start
+the same way. Imports no torch.
 """
 
 from __future__ import annotations

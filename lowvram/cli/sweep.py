@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product, takewhile
 from typing import Any, NamedTuple, final
 
@@ -22,8 +23,7 @@ from lowvram.config.words import key as key_of
 
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 POINT = "point:"  # and the name of a point before: in a list of points, the folder of that point
-
-_names: dict[frozenset[str], str] = {}  # the names of points that come from a list, by their words
+ListNames = Mapping[frozenset[str], str]  # of points that come from a list, by their words
 
 
 class Names(NamedTuple):
@@ -46,19 +46,25 @@ def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
         key = override.get_key_element()
         if not override.is_sweep_override():
             words[key] = [f"{key}={override.get_value_element_as_str()}"]
-        elif override.is_discrete_sweep():
-            words[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         else:
-            allowed = f"a list of values, such as {key}=1,2, or a range, such as '{key}=range(1,5)'"
-            raise BadInput(key, (override.input_line or key).partition("=")[2], allowed)
+            words[key] = [f"{key}={value}" for value in listed(key, override)]
     points = [list(point) for point in product(*words.values())]
     size = max_batch_size or len(points)
     return [points[first : first + size] for first in range(0, len(points), size)]
 
 
-def with_points(batch: Batch, points: Any) -> Batch:
-    """Combine each point of a grid with each of a list. A typed or swept word overrides the list's, and a point that is
-    then the same as an earlier one is left out.
+def listed(key: str, override: Override) -> list[str]:
+    """The values that a word of a sweep lists. Raises BadInput if it lists none."""
+    with suppress(ValueError):  # of Python's range
+        if override.is_discrete_sweep() and (values := list(override.sweep_string_iterator())):
+            return values
+    allowed = f"a list of values, such as {key}=1,2, or a range, such as '{key}=range(1,5)'"
+    raise BadInput(key, (override.input_line or key).partition("=")[2], allowed)
+
+
+def with_points(batch: Batch, points: Any) -> tuple[Batch, ListNames]:
+    """Combine each point of a grid with each of a list; returns the points, and their names in the list. A typed or
+    swept word overrides the list's, and a point that is then the same as an earlier one is left out.
 
     Args:
         points: their words by their names; None: there is no list. Words may refer to points before (linked_points.py).
@@ -67,22 +73,30 @@ def with_points(batch: Batch, points: Any) -> Batch:
         BadInput: `points` is anything else.
     """
     if points is None:
-        return batch
+        return batch, {}
     if not (isinstance(points, Mapping) and points and all(isinstance(words, str) for words in points.values())):
         allowed = "names, each with the words of a point, such as {small: accum=x4 ckpt=every1}"
         raise BadInput("hydra.sweeper.points", points, allowed)
     swept = swept_keys(batch)
-    combined: dict[frozenset[str], Sequence[str]] = {}
+    combined, names = dict[frozenset[str], Sequence[str]](), dict[frozenset[str], str]()
     for typed in batch:
         fixed, places = {key_of(word) for word in typed}, dict[str, int]()
         for name, text in points.items():
-            added = numbered([word for word in shlex.split(text) if key_of(word) not in fixed], places)
+            added = numbered([word for word in words_in(name, text) if key_of(word) not in fixed], places)
             words = [*typed, *added]
             if frozenset(words) not in combined:
                 combined[frozenset(words)] = words
-                _names[frozenset(words)] = "-".join(filter(None, [str(name), point_name(list(typed), swept)]))
+                names[frozenset(words)] = "-".join(filter(None, [str(name), point_name(list(typed), swept)]))
             places[str(name)] = list(combined).index(frozenset(words))
-    return list(combined.values())
+    return list(combined.values()), names
+
+
+def words_in(name: str, text: str) -> list[str]:
+    """The words of a point in a list. Raises BadInput for a quotation mark without an end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"hydra.sweeper.points.{name}", text, f"words as a shell reads them: {error}") from None
 
 
 def numbered(words: Sequence[str], places: Mapping[str, int]) -> list[str]:
@@ -101,15 +115,9 @@ def numbered(words: Sequence[str], places: Mapping[str, int]) -> list[str]:
     return numbered
 
 
-def rename(words: Sequence[str], before: Sequence[str]) -> None:
-    """Call a point as the list calls the one with the words `before`."""
-    if name := _names.get(frozenset(before)):
-        _names[frozenset(words)] = name
-
-
-def names_of(words: Sequence[str], swept: list[str], axes: list[str]) -> Names:
+def names_of(words: Sequence[str], swept: list[str], axes: list[str], names: ListNames) -> Names:
     """The names of a point: the list's name for it, or its values."""
-    named = _names.get(frozenset(words))
+    named = names.get(frozenset(words))
     return Names(named or point_name(list(words), swept), named or run_name(words, swept), axes)
 
 
@@ -167,6 +175,13 @@ def representative(batch: Batch, num: int = NUM_CHECKED) -> list[int]:
     return sorted(places)
 
 
+def numbered_as(index: int, config: DictConfig) -> DictConfig:
+    """The configuration, as that of the point with this index in the sweep."""
+    with open_dict(config.hydra.job):
+        config.hydra.job.num = config.hydra.job.id = index
+    return config
+
+
 @final
 class SweepBatch:
     """The points of a sweep, or of one batch of it, composed on demand.
@@ -177,6 +192,7 @@ class SweepBatch:
         compose: composes a configuration from words.
         swept: the keys that differ between the points; None: as the batch shows.
         checked: the words of points that are checked before; None: representative ones of the batch.
+        names: of points that come from a list.
     """
 
     def __init__(
@@ -186,7 +202,9 @@ class SweepBatch:
         compose: Compose,
         swept: list[str] | None = None,
         checked: Batch | None = None,
+        names: ListNames | None = None,
     ) -> None:
+        self._names = names or {}
         self.batch, self.first, self._compose, self._checked = batch, first, compose, checked
         self.swept = swept_keys(batch) if swept is None else swept
         self.axes = axes_of(batch) if swept is None else swept
@@ -197,18 +215,19 @@ class SweepBatch:
         if self._checked is None:
             yield from map(self.composed, representative(self.batch))
         else:
-            yield from map(self._compose, self._checked)
+            yield from (numbered_as(self.first, self._compose(words)) for words in self._checked)
 
     def composed(self, place: int) -> DictConfig:
-        config = self._compose(self.batch[place])
-        with open_dict(config.hydra.job):
-            config.hydra.job.num = config.hydra.job.id = self.first + place
-        return config
+        return numbered_as(self.first + place, self._compose(self.batch[place]))
 
     def next(self, index: int, num: int) -> Iterator[tuple[int, DictConfig]]:
         """Up to `num` points from `index` on, each with its index. Raises Hydra's error if one can't be composed."""
         for place in range(index - self.first, min(index - self.first + num, len(self.batch))):
             yield self.first + place, self.composed(place)
 
+    def names(self, words: Sequence[str]) -> Names:
+        """What the point with these words is called."""
+        return names_of(words, self.swept, self.axes, self._names)
+
     def name(self, index: int) -> str:
-        return names_of(self.batch[index - self.first], self.swept, self.axes).point
+        return self.names(self.batch[index - self.first]).point

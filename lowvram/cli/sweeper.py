@@ -16,7 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lowvram.cli.call import Call
-from lowvram.cli.sweep import Names, SweepBatch, names_of
+from lowvram.cli.sweep import Names, SweepBatch
 
 
 class CheckingSweeper(Sweeper, ABC):
@@ -50,8 +50,8 @@ class ComposesOnce:
         self._looked_at: dict[tuple[str, ...], DictConfig] = {}
 
     def name(self, coming: SweepBatch) -> None:
-        """What the points to come are called: only who knows all of them can tell."""
-        self._names = {tuple(words): names_of(words, coming.swept, coming.axes) for words in coming.batch}
+        """Name the points of a batch; needs the whole batch, as names show what differs."""
+        self._names = {tuple(words): coming.names(words) for words in coming.batch}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -21,9 +21,10 @@ from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
 from lowvram.launch import events, spec
 from lowvram.launch.client import Ending, Event, Runner
+from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
 from lowvram.launch.spec import Point, with_parts
-from lowvram.launch.stop import StopConditions
+from lowvram.launch.stop import StopConditions, Watch
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.durable import remove_empty, remove_files, remove_leftovers, write_text
 from lowvram.results.files.regular import LONG_BYTES, read_regular
@@ -117,44 +118,43 @@ class Comparison:
         bounds = band([reference.losses(number) for number in range(NUM_SEEDS)])
         child = self.run(self.point, self.num_steps, gradients, is_reference=False)
         fields |= {**child.compared, "reference": reference.described(), "band": bounds}
-        self.check(child, "the point")
+        self.check(child.status, child.reason, "the point")
         fields |= {"losses": child.losses, "loss_gap": loss_gap(child.losses, bounds)}
 
     def point_of_reference(self) -> Point:
         """A run of the reference. A child determines its configuration, as this needs torch."""
         config = {key: self.point.config[key] for key in CHILDS_OWN}
         arguments = {"config": config, "choices": self.point.choices}
-        child = self.followed(lambda *to: self.server.ask("reference", arguments, *to))
-        self.check(child, "the reference")
-        return replace(self.point, **child.fields["reference"])
+        timeout_s, answer = self.point.config["timeout_s"], dict[str, Any]()
+        for _ in range(2):  # once more if the child was killed from outside
+            answer = answer or self.server.ask("reference", arguments, StopConditions(timeout_s, self.stop_signals))
+        status, reason = answer.get("status", Status.KILLED), answer.get("reason", "the process that makes it has died")
+        self.check(status, reason, "the reference")
+        return replace(self.point, **answer["reference"])
 
     def run(self, point: Point, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
         """Run `num_steps` steps of a point, in a child that writes gradients (the reference) or compares them with the
         written ones (the point)."""
         about = {"steps": num_steps, "file": gradients and str(gradients), "is_reference": is_reference}
         point = replace(point, folder=self.folder, is_resumed=False, fidelity=about)
-        return self.followed(lambda *to: self.server.run(point, *to))
+        child = self.run_once(point)  # once more if the child was killed from outside
+        return self.run_once(point) if child.status == Status.KILLED and not self.stop_signals() else child
 
-    def followed(self, start: Start) -> ChildResult:
-        """Start a child, and follow it to its end; once more if it was killed from outside."""
-        child = self.followed_once(start)
-        return self.followed_once(start) if child.status == Status.KILLED and not self.stop_signals() else child
-
-    def followed_once(self, start: Start) -> ChildResult:
+    def run_once(self, point: Point) -> ChildResult:
         child = ChildResult(lambda step: self.progress.update(self.num_done + step, {}))
         stop_conditions = StopConditions(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, stop_conditions, num_oom_kills(), self.point.config["vram"])
-        ended = start(child.on_event, stop_conditions)
+        ended = self.server.run(point, child.on_event, Watch(stop_conditions, NativeLogs(self.folder)))
         end = outcome_of(ended, child.rows, around, self.point.config["sharding"]["timeout_s"])
         child.status, child.reason = end.status, end.reason
         return child
 
-    def check(self, child: ChildResult, who: str, hint: str = "") -> None:
-        """Raises NotComparable unless the child ended with status ok."""
-        if child.status != Status.OK and self.stop_signals():
+    def check(self, status: str, reason: str | None, who: str, hint: str = "") -> None:
+        """Raises NotComparable unless a child ended with status ok."""
+        if status != Status.OK and self.stop_signals():
             raise NotComparable("stopped before the comparison was complete")
-        if child.status != Status.OK:
-            raise NotComparable(f"{who}, run again for the comparison, ended with {child.status}: {child.reason}{hint}")
+        if status != Status.OK:
+            raise NotComparable(f"{who}, run again for the comparison, ended with {status}: {reason}{hint}")
 
 
 @final
@@ -207,7 +207,7 @@ class Reference:
                 break
             self.point = replace(self.point, config=with_parts(self.point.config, child.more_parts))
         hint = "; without vram it may fit" if child.status == Status.OOM and self.point.config["vram"] else ""
-        self.comparison.check(child, "the reference", hint)
+        self.comparison.check(child.status, child.reason, "the reference", hint)
         if self.num_parts > 1 and child.fields["semantics_changed"]:
             raise NotComparable(
                 f"the reference fits in {self.num_parts} parts only, and {child.fields['semantics_changed']}"

@@ -46,7 +46,9 @@ class Runner(Protocol):
         """Run the ranks of one point to their end: see `Server.run`."""
         ...
 
-    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
+    def ask(
+        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+    ) -> dict[str, Any]:
         """Have a process answer a question: see `Server.ask`."""
         ...
 
@@ -120,33 +122,44 @@ class Server:
         if launch is None:
             if (num_ranks := self._num_ranks(point, order)) is None:
                 return None
-            request |= {"num_ranks": num_ranks, "timeout_s": point.config["sharding"].get("timeout_s")}
+            request |= {"num_ranks": num_ranks, "timeout_s": point.config["sharding"]["timeout_s"]}
         self.start()
         writer, reader = opened_anew(point.folder)
         return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), point.locks)
 
-    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending] | None:
-        """Have a process answer one of the questions of `worker/asks.py`. Its events, the last of which is a row, go to
-        `on_event`; else as `run`."""
+    def ask(
+        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+    ) -> dict[str, Any]:
+        """Have a process answer one of the questions of `worker/asks.py`.
+
+        Args:
+            on_event: called with what it tells before its answer, and with what it prints.
+            order: as for `run`.
+
+        Returns:
+            The fields of its answer; empty if it died without one.
+        """
         self.start()
         reader, writer = os.pipe()
-        return self._serve({"ask": name, "arguments": arguments}, on_event, order, writer, Lines(reader))
+        answer = dict[str, Any]()
+        self._serve({"ask": name, "arguments": arguments}, answering(answer, on_event), order, writer, Lines(reader))
+        return answer
 
     def _num_ranks(self, spec: PointSpec, order: Order) -> int | None:
         """How many ranks the point takes on this machine; None if an order came first, as each comes once. A process is
         asked where that depends on the cards; if it refuses, the first rank will do so too."""
-        ranks = spec.config["sharding"].get("ranks")
+        ranks = spec.config["sharding"]["ranks"]
         if ranks == "1" or (ranks == "auto" and spec.choices["sharding"] == neutral_options()["sharding"]):
             return 1
-        answer, given = dict[str, Any](), list[bytes]()
+        given = list[bytes]()
 
         def noted() -> bytes | None:
             message = order()
             given.extend([] if message is None else [message])
             return message
 
-        self.ask("ranks", {"config": {key: spec.config[key] for key in CHILDS_OWN}}, answer.update, noted)
-        return None if given else answer.get("fields", {}).get("ranks", 1)
+        answer = self.ask("ranks", {"config": {key: spec.config[key] for key in CHILDS_OWN}}, noted)
+        return None if given else answer.get("ranks", 1)
 
     def _serve(
         self,
@@ -218,7 +231,7 @@ class Server:
                 answer = b""  # the server is dead
             if answer is not None:
                 following.drain()
-                return json.loads(answer)["ended"] if answer else None
+                return json.loads(answer) if answer else None
             following.read()
 
     def _is_deaf(self, sent_at: Mapping[bytes, float]) -> bool:
@@ -227,6 +240,18 @@ class Server:
         if now - sent_at.get(KILL, now) > KILL_GRACE_S:
             return True
         return now - min(sent_at.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
+
+
+def answering(answer: dict[str, Any], on_event: Listener) -> Listener:
+    """A listener that puts the fields of an answer into `answer`, and passes on the events before it."""
+
+    def listen(event: Event) -> None:
+        if event["event"] == "row":
+            answer.update(event["fields"])
+        else:
+            on_event(event)
+
+    return listen
 
 
 def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:
@@ -255,6 +280,3 @@ def environment() -> dict[str, str]:
     for ours in ("HYDRA_FULL_ERROR", "WANDB_SERVICE"):  # these are for the parent only
         env.pop(ours, None)
     return env
-
-
-__all__ = ["KILL", "Event", "Server"]

@@ -78,7 +78,7 @@ def parsed(data: bytes) -> Event:
         raise ValueError("it has no name")
     name = event["event"]
     if name not in EVENTS:
-        raise ValueError(f"there is none of the name {name!r}")
+        raise ValueError(f"unknown event {name!r}")
     required, given = EVENTS[name], {key: value for key, value in event.items() if key != "event"}
     known = {**required, **OPTIONAL.get(name, {})}
     wrong = [key for key, value in given.items() if key not in known or not isinstance(value, known[key])]

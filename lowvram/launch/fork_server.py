@@ -82,23 +82,20 @@ def serve(parent: socket.socket) -> bool:
         request = json.load(file)
     supervisor = Supervisor(request, Outlets(printed_fd, events_fd), parent)
     supervisor.run(held)
-    num_strays = sweep_strays()
+    sweep_strays()
     if supervisor.parent_is_there:
-        parent.send(json.dumps({"ended": supervisor.ended, "strays": num_strays}).encode())
+        parent.send(json.dumps(supervisor.ended).encode())
     return supervisor.parent_is_there
 
 
-def sweep_strays() -> int:
-    """Kill what the child left behind (loader workers, compilers), and return their number. As this process is their
-    subreaper, they are its children now."""
-    num_killed = 0
+def sweep_strays() -> None:
+    """Kill what the child left behind (loader workers, compilers). As this process is their subreaper, they are its
+    children now."""
     while pids := children(os.getpid()):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
             os.waitpid(pid, 0)
-        num_killed += len(pids)
-    return num_killed
 
 
 if __name__ == "__main__":

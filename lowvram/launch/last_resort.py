@@ -1,5 +1,4 @@
-"""Ends the program where its main thread can't, because code of the user's blocks it: a callback that waits for ever.
-Imports no torch.
+"""Ends the program when user code, such as a callback that waits for ever, blocks its main thread. Imports no torch.
 
 Python handles signals and time limits in the main thread, between two of its instructions. So another thread reads the
 signals as they arrive, looks at the clock, and ends the program if the main thread doesn't.
@@ -65,7 +64,7 @@ class LastResort:
             os.close(reader)
 
     def hear(self) -> None:
-        """The main thread isn't blocked."""
+        """Called regularly by the main thread, to show that it isn't blocked."""
         self._heard_s = time.monotonic()
 
     @contextmanager

@@ -11,34 +11,23 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lowvram.config import thread_limits
 from lowvram.launch.client import Ending
 from lowvram.launch.native_log import native_log
+from lowvram.launch.stop import StopConditions
 from lowvram.launch.supervisor import EXIT_NOT_FORKED
 from lowvram.results.row import Status
 
-# What ends a line where C++, the system, Python or Rust ends a process that gets no memory. Who goes on says more.
+# What ends a line where C++, the system, Python or Rust ends a process that gets no memory. A survivor reports more.
 NO_MEMORY = re.compile(
     r"(std::bad_alloc|Cannot allocate memory|MemoryError|memory allocation of \d+ bytes failed)\W*$", re.MULTILINE
 )
 PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
-
-
-class StopConditions(Protocol):
-    """Whether the point was asked to stop, or ran out of time."""
-
-    @property
-    def is_stopped(self) -> bool: ...
-    @property
-    def how_stopped(self) -> str: ...
-    @property
-    def is_timed_out(self) -> bool: ...
-    @property
-    def how_late(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,7 @@ def to_blame(failed: Sequence[Outcome], timeout_s: float) -> Outcome:
     if not hung:  # the rank to blame belongs to another program that torchrun has started
         return replace(failed[0], reason=f"another rank has ended or hangs ({failed[0].reason})")
     blamed = min(hung, key=lambda rank: (not rank.is_stopped, rank.rank))
-    how = "it stood still, stopped by a signal" if blamed.is_stopped else "it did not answer"
+    how = "it was suspended (SIGSTOP)" if blamed.is_stopped else "it did not answer"
     return replace(
         blamed,
         status=Status.KILLED,
@@ -186,8 +175,9 @@ def text_of(path: Path) -> str:
 
 
 def num_oom_kills() -> int:
-    """How many processes the kernel's OOM killer has ended since the machine started."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
+    """How many processes the kernel's OOM killer has ended since the machine started; 0 where it doesn't say."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from lowvram.launch.last_resort import last_resort
+from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.supervisor import KILL, STOPS, TERM
 
 TIMEOUT_GRACE_S = 5.0  # from SIGTERM at the time limit to SIGKILL: a snapshot may still be saved
@@ -87,3 +90,17 @@ class StopConditions:
     def how_late(self) -> str:
         """The reason in the row of a point whose time is up."""
         return f"still running after timeout_s={self._timeout_s:g}"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Orders for the processes of a point, called repeatedly while they run. Bounds their logs, and shows that this
+    thread isn't blocked."""
+
+    stop_conditions: StopConditions
+    logs: NativeLogs
+
+    def __call__(self) -> bytes | None:
+        last_resort.hear()
+        self.logs.look()
+        return self.stop_conditions()

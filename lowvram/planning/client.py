@@ -123,7 +123,7 @@ class Plans:
     def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
         """Have the child plan these points, given by index, and keep the results in `self.planned`. If the child was
         killed or interrupted from outside, and this program wasn't, the rest is asked for once more."""
-        indices, ending = list(points), Planned()
+        indices = list(points)
 
         def on_event(event: Event) -> None:
             kind = event.pop("event")
@@ -133,13 +133,11 @@ class Plans:
                     self.progress.update(event["index"] + 1, {})
             elif kind == "say":
                 self.progress.say(event["text"])
-            elif kind == "row":
-                ending.update(event["fields"])
 
         if len(points) > 1:
             self.progress.start("planning", len(points), "point")
         stop_conditions = StopConditions(time_for(points.values()), self.stop_signals)
-        self.server.ask("plan", {"points": list(points.values())}, on_event, stop_conditions)
+        ending = self.server.ask("plan", {"points": list(points.values())}, stop_conditions, on_event)
         self.progress.stop()
         left = {index: point for index, point in points.items() if index not in self.planned}
         is_from_outside = ending.get("status") in (None, Status.INTERRUPTED.value)

@@ -107,7 +107,7 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
         why = str(error) if isinstance(error, NoRow | Damaged) else "it is no JSON"
     if path.absolute() not in _reported:
         _reported.add(path.absolute())
-        print(shown(f"{path} doesn't count, as it is no row of lowvram's: {why}"), file=sys.stderr)
+        print(shown(f"{path} is ignored, as it isn't a row that lowvram wrote: {why}"), file=sys.stderr)
     return None
 
 

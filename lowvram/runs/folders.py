@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_id
@@ -26,9 +26,8 @@ from lowvram.runs.hydra_notes import sweep_note
 SWEEP_NOTE = "multirun.yaml"
 
 
-# Folders that this process took before Hydra made them. They stand here as Hydra hands nothing on to the job.
+# Folders of single runs that this process took before Hydra made them. Hydra hands nothing on to the job.
 _runs: dict[Path, Claim] = {}
-_sweeps: list[SweepFolder] = []
 
 
 def begin_run(folder: Path, resume: str | None) -> Claim:
@@ -55,27 +54,6 @@ def end_runs(is_refused: bool) -> None:
     for claim in _runs.values():
         claim.undo() if is_refused else claim.release()
     _runs.clear()
-
-
-def begin_sweep(folder: Path) -> None:
-    """Lock the folder of a sweep, before any of its points is composed.
-
-    Raises:
-        BadInput: it isn't the folder of a sweep, or other files are in it.
-    """
-    _sweeps[:] = [SweepFolder(folder)]
-
-
-def sweep() -> SweepFolder | None:
-    """The sweep that this process has begun."""
-    return next(iter(_sweeps), None)
-
-
-def end_sweep() -> None:
-    """Unlock the folder of the sweep; its results stay."""
-    for folder in _sweeps:
-        folder.release()
-    _sweeps.clear()
 
 
 @contextmanager
@@ -115,9 +93,7 @@ class SweepFolder:
             BadInput: one holds the results of another point, or two points have the same one.
         """
         points: dict[Path, str] = {}
-        for number, config in enumerate(configs):
-            with open_dict(config.hydra.job):
-                config.hydra.job.num = config.hydra.job.id = number
+        for config in configs:
             subdir, point = str(config.hydra.sweep.subdir), point_id(_root_=config)
             folder = Path(config.hydra.sweep.dir, subdir).resolve()
             check_same_point(rows.read(folder), point, subdir)

@@ -1,4 +1,5 @@
-"""Follows a run: tells its events to loggers and callbacks, and writes the row that it left out. Imports no torch.
+"""Follows a run: tells its events to loggers and callbacks, and writes the row of a worker that died without one.
+Imports no torch.
 
 The first rank writes `metrics.jsonl` and `result.json`. Each run gets its row and its end at the loggers, however it
 dies.
@@ -19,7 +20,7 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, outcome_of
 from lowvram.launch.spec import Point
 from lowvram.launch.stop import StopConditions
-from lowvram.results import memory_over_step, metric_lines
+from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.files.durable import remove_leftovers, write_bytes
@@ -160,8 +161,7 @@ class Recording:
             self.progress.update(step, values)
 
     def _on_memory_over_step(self, kinds: list[str], moments: list[list[Any]]) -> None:
-        """Record the memory of each kind over the births and deaths of tensors in one step."""
-        memory_over_step.write(self.point.folder, kinds, moments)
+        """Keep the memory of each kind over the births and deaths of tensors in one step, for the loggers."""
         columns = zip(kinds, list(zip(*moments, strict=True))[2:], strict=False)  # after the event and the phase
         self._step_memory = {f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in columns if any(sizes)}
 
@@ -213,18 +213,19 @@ class Recording:
         self.callbacks.end(self.row)
 
     def _advise(self) -> None:
-        if self.row["status"] == Status.OOM and (more_parts := self._so_far.more_parts) is not None:
-            which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
-            why = f"{which} can't begin again with more parts: type accum.parts={more_parts}"
-            self.add({"reason": f"{self.row['reason']}; {why}"})
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], self.row["choices"]):
             self.progress.say(advice)
 
     def abandon(self, status: str, reason: str) -> None:
         """Write the row of a point whose program ends at once, called by another thread."""
         row = rows.merge(self.row, {"status": status, "reason": reason})
-        if self._earlier is None or not self._earlier.stays(row):
+        if not (self._has_result() or (self._earlier is not None and self._earlier.stays(row))):
             rows.write(self.point.folder, row)
+
+    def _has_result(self) -> bool:
+        """Whether the run's own process has written a row that stays."""
+        row = rows.read(self.point.folder)
+        return row is not None and rows.is_final(row) and (self._earlier is None or row != self._earlier.row)
 
     def unwritable(self, error: OSError) -> Row:
         """The row of a point whose results can't be written: the row says so, and the sweep goes on."""
@@ -233,10 +234,14 @@ class Recording:
         with suppress(OSError):
             if self._earlier is not None and self._earlier.stays(self.row):
                 return self._keep(self._earlier)
+        if self._has_result():
+            self.progress.say(f"{self.point.name}: {self.row['reason']}")
+            self._so_far.row = rows.read(self.point.folder) or self.row
         self.loggers.finish(self.row)
         self.callbacks.end(self.row)
-        with suppress(OSError):
-            rows.write(self.point.folder, self.row)
+        if not self._has_result():
+            with suppress(OSError):
+                rows.write(self.point.folder, self.row)
         return self.row
 
 

@@ -86,7 +86,12 @@ class RowSoFar:
         self.add({"disturbed": together(disturbs, self.row["disturbed"], *failed_checks(self.row))})
         if self.row["status"] == Status.OOM:
             advice = (self.row["plan"] or {}).get("advice", "try a smaller model or a larger vram")
-            self.add({"reason": f"{self.row['reason']}; {advice}"})
+            reasons = [self.row["reason"], advice]
+            if (parts := self.more_parts) is not None:
+                reasons.append(
+                    f"a process that ran out of memory can't begin again with more parts: type accum.parts={parts}"
+                )
+            self.add({"reason": "; ".join(reasons)})
 
 
 def together(*reasons: str | None) -> str | None:

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lowvram.config.settings import is_plan
@@ -18,7 +18,7 @@ from lowvram.launch.last_resort import last_resort
 from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
 from lowvram.launch.spec import Point
-from lowvram.launch.stop import StopConditions
+from lowvram.launch.stop import StopConditions, Watch
 from lowvram.planning.client import Plans
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress, QuietProgress
@@ -27,19 +27,6 @@ from lowvram.runs.retry import continued
 
 WORKER = "lowvram.worker.in_process"  # imported where it is used, as it imports torch
 NOTHING_PLANNED = {"reason": "no plan is made with process=inline"}
-
-
-@dataclass(frozen=True)
-class ServerPoll:
-    """The server calls this repeatedly while the processes of a point run."""
-
-    stop_conditions: StopConditions
-    logs: NativeLogs
-
-    def __call__(self) -> bytes | None:
-        last_resort.hear()
-        self.logs.look()
-        return self.stop_conditions()
 
 
 def run_point(
@@ -63,7 +50,7 @@ def run_point(
             if recording.point.attempts:
                 recording.plan_anew(plan_again)
             around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
-            watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
+            watch = Watch(stop_conditions, NativeLogs(point.folder))
             with last_resort.guarding(stop_conditions.late_s, recording.abandon):
                 ended = server.run(recording.point, recording.on_event, watch)
             watch.logs.cut()

@@ -112,16 +112,15 @@ class Searches:
             elif kind == "found":
                 candidates.ranking, candidates.account = event["ranking"], event["account"]
                 candidates.refusal = event["refusal"]
-            elif kind == "row":
-                candidates.ending = event["fields"]
 
         config = {name: point.config[name] for name in CHILDS_OWN}
         pinned = [group for group in KNOB_GROUPS if group in typed]
         about = {"config": config, "choices": point.choices, "is_real": runs_here(point)}
         if runs_here(point):
-            self.server.ask("calibrate", {"point": about}, on_event, self.conditions(ends))
+            candidates.ending = self.server.ask("calibrate", {"point": about}, self.conditions(ends), on_event)
         if candidates.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
-            self.server.ask("search", {"point": about, "pinned": pinned}, on_event, self.conditions(ends))
+            asked = {"point": about, "pinned": pinned}
+            candidates.ending = self.server.ask("search", asked, self.conditions(ends), on_event)
         self.progress.stop()
         if time.monotonic() >= ends and not candidates.ranking:
             candidates.ending = too_late(point)

@@ -1,7 +1,7 @@
 """`python -m lowvram.worker FOLDER`: runs the point that a folder's `spec.json` describes, or goes on with it.
 
 Anything that starts a command can run it so: alone, or as one of many ranks with the environment variables that
-torchrun sets. It tells no loggers and no callbacks: whoever follows the folder does.
+torchrun sets. It calls no loggers and no callbacks, and has no time limit: the program that follows a run does that.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lowvram.config.code_names import code_of
 from lowvram.config.errors import BadInput
-from lowvram.config.exit_codes import EXIT_REFUSED
+from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from lowvram.config.words import typed_value
 from lowvram.launch.client import LIBRARIES
 from lowvram.launch.events import opened, opened_anew
 from lowvram.launch.spec import NoSpec, PointSpec
 from lowvram.launch.streams import protect_streams
 from lowvram.launch.supervisor import WORKER, Outlets
-from lowvram.launch.torchrun import launch_from
+from lowvram.launch.torchrun import Launch, launch_from
 from lowvram.results import row as rows
-from lowvram.results.files.run_folder import Claim, Kind, has_snapshots
+from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, was_cut_off
 from lowvram.results.terminal import shown_path
 from lowvram.runs.hydra_notes import own_notes_in
 from lowvram.runs.own_runs import check_code
 
 STDOUT = 1
+LEFT_OUT = ("timeout_s", "measure.fidelity", "callbacks")  # keys of what only the program that follows a run does
 USAGE = "usage: python -m lowvram.worker FOLDER [trust=FOLDER]"
 
 
@@ -38,32 +39,56 @@ def main(words: Sequence[str]) -> int:
     if not words or any(word.startswith("-") for word in words):
         print(USAGE, file=sys.stderr)
         return EXIT_REFUSED
-    folder, launch = Path(words[0]).absolute(), launch_from()
-    is_first = launch is None or launch.rank == 0
+    folder = Path(words[0]).absolute()
     try:
         spec = checked(folder, typed_value(list(words), "trust"))
-        claim = Claim(folder, Kind.RUN, "FOLDER") if is_first else None
-    except (BadInput, NoSpec, OSError) as error:
+        return run_in(spec, launch_from())
+    except (BadInput, NoSpec) as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
+    except OSError as error:
+        print(f"{error.filename or shown_path(folder)}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def run_in(spec: PointSpec, launch: Launch | None) -> int:
+    """Run the point, unless its folder holds its result; returns the exit code.
+
+    Raises:
+        BadInput: another program runs it.
+        OSError: its folder can't be written.
+    """
+    folder, is_first = spec.folder, launch is None or launch.rank == 0
+    row = rows.read(folder)
+    if row is not None and rows.is_final(row) and not was_cut_off(folder):
+        if is_first:
+            print(f"{shown_path(folder)}: has its result already: {row['status']}")
+        return rows.exit_code([row], sweep=False)
+    claim = Claim(folder, Kind.RUN, "FOLDER") if is_first else None
     try:
-        if claim is not None:
-            row = rows.read(folder)
-            if row is not None and rows.is_final(row) and not claim.was_cut_off:
-                print(f"{shown_path(folder)}: has its result already: {row['status']}")
-                return rows.exit_code([row], sweep=False)
-            replace(spec, is_resumed=has_snapshots(folder), run=claim.run).write()
+        changes = {} if claim is None else {"is_resumed": has_snapshots(folder), "run": claim.run}
         fds = opened_anew(folder) if is_first else (opened(folder),)
+        for name in LEFT_OUT if is_first else ():
+            if has_value(spec.config, name):
+                print(f"{name} is left out: train.py does it, and nobody follows this run")
         os.environ |= {**LIBRARIES, **os.environ}  # before torch is imported
         worker = importlib.import_module(WORKER)
-        request = {"folder": str(folder), "hidden": [], "launch": launch and vars(launch), "is_alone": True}
-        code = worker.main(request, Outlets(STDOUT, fds[0]), 0, -1)
+        about = {"folder": str(folder), "hidden": [], "launch": launch and vars(launch)}
+        code = worker.main({**about, "is_alone": True, "changes": changes}, Outlets(STDOUT, fds[0]), 0, -1)
         if is_first and (row := rows.read(folder)) is not None:
             print(": ".join(filter(None, [shown_path(folder), row["status"], row["reason"]])))
         return code
     finally:
         if claim is not None:
             claim.release()
+
+
+def has_value(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a dotted key is set."""
+    value: Any = config
+    for key in name.split("."):
+        value = value[key]
+    return bool(value)
 
 
 def checked(folder: Path, trust: str | None) -> PointSpec:

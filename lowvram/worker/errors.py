@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowvram.config.defaults import PACKAGE
 from lowvram.config.errors import BadInput, BadSample, Incompatible, Shortage
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import LONGEST_REASON, message, shortened
@@ -19,6 +20,7 @@ from lowvram.results.files.manifest import InTheWay
 from lowvram.worker.rendezvous import PeerLost
 
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
+OURS = f"{PACKAGE}/"
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 SAVING = ("saving a snapshot", "saving the weights", "saving what the teacher says")
 PHASES = {  # by function name: the innermost of these functions of lowvram on the stack gives the phase
@@ -101,7 +103,7 @@ def phase(trace: TracebackType | None) -> str:
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.endswith(COMPILERS_FILES):
             return "compiling, which takes memory of its own"
-        if "lowvram" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(OURS):
             phase_name = PHASES.get(frame.f_code.co_name, phase_name)
     return phase_name
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-from lowvram.launch.client import Ending, Order
+from lowvram.launch.client import Ending, Order, answering
 from lowvram.launch.events import Listener, encoded, opened_anew, parsed, write_all
 from lowvram.launch.spec import Point, PointSpec
 from lowvram.launch.stop import TIMEOUT_GRACE_S
@@ -109,9 +109,14 @@ class Inline:
             for fd in fds:
                 os.close(fd)
 
-    def ask(self, name: str, arguments: dict[str, Any], on_event: Listener, order: Order) -> list[Ending]:
+    def ask(
+        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+    ) -> dict[str, Any]:
         """Answer a question of `worker/asks.py`."""
-        return self._end(Events(on_event, None), InProcessStop(None), lambda events: ASKS[name](events, **arguments))
+        answer = dict[str, Any]()
+        events = Events(answering(answer, on_event), None)
+        self._end(events, InProcessStop(None), lambda events: ASKS[name](events, **arguments))
+        return answer
 
     def _end(self, events: Events, stop: InProcessStop, work: Callable[[Events], dict[str, Any]]) -> list[Ending]:
         """Work to the end, whatever it is, and tell the row's fields."""

@@ -54,9 +54,7 @@ def run_spec(spec: PointSpec, events: Events, stop: StopRequest, rendezvous: Ren
     if spec.fidelity is not None:
         mode = Fidelity.asked(**spec.fidelity)
         whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
-    found = run(whole, spec, events, stop, rendezvous, more)
-    rendezvous.leave(found, lambda rank, fields: events("row", fields=fields, rank=rank))
-    return {"status": "ok", **found}
+    return {"status": "ok", **run(whole, spec, events, stop, rendezvous, more)}
 
 
 def run(

@@ -14,12 +14,13 @@ import stat
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
-from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from lowvram.config.exit_codes import EXIT_FAILED
 from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.texts import LONGEST_LINE, cut
 from lowvram.core.troubles import is_capped, is_out_of_memory
@@ -32,25 +33,29 @@ from lowvram.loops.session import Interrupted
 from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.row import Status
+from lowvram.runs.retry import is_due
 from lowvram.runs.row_so_far import RowSoFar
 from lowvram.worker import job
 from lowvram.worker.asks import ASKS
 from lowvram.worker.errors import ending, is_of_a_peer, says_all
 from lowvram.worker.limits import lift
-from lowvram.worker.rendezvous import Rendezvous
+from lowvram.worker.rendezvous import Rendezvous, WrongStart
 from lowvram.worker.signals import StopSignals
 
-EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # after which an interrupt that Python dropped in a destructor is raised again
 DROPPED_S = 5.0  # after which an interrupt that has ended nothing is raised again
 OF_EVERY_RANK = ("ready", "row")  # events that all ranks send; only the first rank sends the others
 
 
 class Events:
-    """Writes events into the run's file, or those of an answer into a pipe."""
+    """Writes events into the run's file, or those of an answer into a pipe. Returns whether somebody follows them.
 
-    def __init__(self, outlets: Outlets, rank: int) -> None:
-        self._outlets, self._rank = outlets, rank
+    Args:
+        is_alone: whether nobody follows the run.
+    """
+
+    def __init__(self, outlets: Outlets, rank: int, is_alone: bool = False) -> None:
+        self._outlets, self._rank, self._is_alone = outlets, rank, is_alone
         self.so_far: RowSoFar | None = None  # of the run, once it is known
 
     def __call__(self, event: str, **fields: Any) -> bool:
@@ -66,12 +71,21 @@ class Events:
                 with suppress(OSError):
                     write_all(self._outlets.printed, BY_PIPE + data + b"\n")
             return False
-        return is_heard(self._outlets.printed)
+        return not self._is_alone and is_heard(self._outlets.printed)
+
+    def know(self, rank: int, fields: dict[str, Any]) -> None:
+        """Take in how another rank has ended, which it tells itself."""
+        if self.so_far is not None:
+            self.so_far.on_event("row", {"rank": rank, "fields": fields})
+
+    def of_rank(self, rank: int, fields: dict[str, Any]) -> None:
+        """Tell how another rank has ended."""
+        self("row", rank=rank, fields=fields)
 
 
 class SpokenStream:
     """Replaces stdout and stderr: writes each line at once into the pipe `fd`, so that who reads it can print it above
-    a progress bar. Once nobody reads it, lines are dropped."""
+    a progress bar. Lines that can't be written are dropped."""
 
     def __init__(self, fd: int, prefix: str = "") -> None:
         self._fd, self._prefix = fd, prefix
@@ -96,7 +110,7 @@ class SpokenStream:
         line = self._prefix + "".join(self._pieces)
         num_cut, self._pieces, self._num_kept, self._num_cut = self._num_cut, [], 0, 0
         line = cut(line, num_cut) if num_cut else line
-        with suppress(BrokenPipeError):
+        with suppress(OSError):  # nobody reads it any more; or it is a file on a full disk
             write_all(self._fd, f"{line}\n".encode(errors="backslashreplace"))
 
     def flush(self) -> None:
@@ -150,18 +164,20 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
     learn(request)
     started, num_ranks = request.get("launch"), request.get("num_ranks", 1)  # by torchrun, or by the fork server
     launch = Launch(**started) if started else Launch(rank, num_ranks, rank, num_ranks)
-    events = Events(outlets, launch.rank)
+    is_alone = request.get("is_alone", False)
+    events = Events(outlets, launch.rank, is_alone)
     spoken = SpokenStream(outlets.printed, f"rank {launch.rank}: " if launch.rank else "")
     speak(spoken, is_first=launch.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stop, rendezvous = ChildStop(), Rendezvous(launch, listener, is_unwatched=bool(started))
     about: dict[str, Any] = {"rank": launch.rank}
+    is_wrong_start = False
     try:
         stop.listen()
         fields = work(request, events, stop, rendezvous)
     except BaseException as error:  # of any class: a point always reports how it ended
         stop.settle()
-        fields, of_a_peer = ending(error), is_of_a_peer(error)
+        fields, of_a_peer, is_wrong_start = ending(error), is_of_a_peer(error), isinstance(error, WrongStart)
         cause = rendezvous.cause_elsewhere(fields, of_a_peer)
         fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
         # The traceback of a rank whose peer has died leads to code that isn't to blame.
@@ -171,20 +187,22 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
     lift()
     spoken.flush()
     events("row", fields=fields, **about)
-    if events.so_far is not None and launch.rank == 0 and not about.get("is_of_a_peer"):
-        is_alone = request.get("is_alone", False)
+    if is_wrong_start and is_alone:
+        print(fields["reason"])
+    if events.so_far is not None and launch.rank == 0 and not (about.get("is_of_a_peer") or is_wrong_start):
         try:
             write_row(events.so_far, is_alone)
         except OSError as error:  # whoever follows the run says so, if anybody does
             if is_alone:
                 print(f"{error.strerror} while writing {error.filename or request['folder']}")
                 return EXIT_FAILED
-    return EXIT_CODES.get(fields["status"], 1)
+    return Status(fields["status"]).exit_single
 
 
 def write_row(so_far: RowSoFar, is_alone: bool) -> None:
-    """Write the row of a run that has ended, unless somebody else decides about it: a comparison; whoever began it, if
-    it was refused, or if it can begin again; or an earlier run that it went on from, until it has saved a step.
+    """Write the row of a run that has ended, unless somebody else decides about it: whoever began the run, if it was
+    refused, if it can begin again, or if a comparison or another measurement follows; or an earlier run that it went on
+    from, until it has saved a step.
 
     Args:
         is_alone: whether nobody follows the run.
@@ -195,7 +213,9 @@ def write_row(so_far: RowSoFar, is_alone: bool) -> None:
     is_refused = status == Status.INCOMPATIBLE and not so_far.has_steps and not is_alone
     is_again = status == Status.OOM and so_far.more_parts is not None and not is_alone
     is_earlier_kept = so_far.spec.is_resumed and status != Status.OK and not so_far.has_saved
-    if so_far.spec.fidelity is None and not (is_refused or is_again or is_earlier_kept):
+    spec = so_far.spec
+    is_followed = spec.config["measure"]["fidelity"] or spec.reruns is not None or is_due(so_far.row)
+    if spec.fidelity is None and not (is_refused or is_again or is_earlier_kept or (is_followed and not is_alone)):
         metric_lines.sync(so_far.spec.folder)
         so_far.complete()
         rows.write(so_far.spec.folder, so_far.row)
@@ -225,10 +245,12 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
         return ASKS[name](events, **request["arguments"])
     folder = Path(request["folder"])
     prepare(folder / native_log(rendezvous.rank))
-    spec = PointSpec.read(folder, request["hidden"])
+    spec = replace(PointSpec.read(folder, request["hidden"]), **request.get("changes", {}))
     learn(spec.config)
     events.so_far = RowSoFar(spec)
-    return job.run_spec(spec, events, stop, rendezvous)
+    found = job.run_spec(spec, events, stop, rendezvous)
+    rendezvous.leave(found, events.of_rank if rendezvous.is_unwatched else events.know)
+    return found
 
 
 def prepare(native_log: Path) -> None:

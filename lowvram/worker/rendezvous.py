@@ -49,6 +49,10 @@ class PeerLost(RuntimeError):
     """Another rank did not arrive in time."""
 
 
+class WrongStart(BadInput):
+    """Another number of processes was started than the point has ranks: another start may do."""
+
+
 @final
 class Rendezvous:
     """This process among the ranks of its point.
@@ -75,12 +79,12 @@ class Rendezvous:
             wanted: how many ranks it asks for, on a single machine.
 
         Raises:
-            BadInput: torchrun has started another number.
+            WrongStart: torchrun has started another number.
         """
         num_ranks = self._launch.num_ranks if self.is_unwatched else wanted
         allowed = f"auto or {num_ranks}, the number of ranks that torchrun has started"
         if self.is_unwatched and ranks != "auto" and int(ranks) != num_ranks:
-            raise BadInput("sharding.ranks", ranks, allowed)
+            raise WrongStart("sharding.ranks", ranks, allowed)
         return num_ranks, self._launch.num_local_ranks if self.is_unwatched else num_ranks
 
     def join(
@@ -90,14 +94,14 @@ class Rendezvous:
         specification of all.
 
         Raises:
-            BadInput: another number of ranks was started.
+            WrongStart: another number of ranks was started.
             PeerLost: another rank did not come within `timeout_s`.
             Incompatible: under torchrun, ranks were started with different configurations.
         """
         started = self._launch.num_ranks
         allowed = f"{started}, the number of processes that were started for it: start as many, as with torchrun"
         if num_ranks != started:
-            raise BadInput("sharding.ranks", str(num_ranks), allowed)
+            raise WrongStart("sharding.ranks", str(num_ranks), allowed)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._launch.num_local_ranks))
         if num_ranks == 1:
             return device, spec
@@ -119,13 +123,13 @@ class Rendezvous:
 
         Args:
             fields: of this rank's row.
-            on_fields: called on rank 0 under torchrun with each other rank's number and fields.
+            on_fields: called on rank 0 with each other rank's number and fields.
         """
         if self._store is None:
             return
         self._store.set(f"fields {self.rank}", json.dumps({"status": "ok", "memory": fields.get("memory", {})}))
         self._gather("done")
-        for rank in range(1, self._num_ranks) if self.is_unwatched and self.rank == 0 else ():
+        for rank in range(1, self._num_ranks) if self.rank == 0 else ():
             on_fields(rank, json.loads(self._store.get(f"fields {rank}")))
         if self.rank == 0:  # it may host the store, so it ends last
             self._gather("gone")

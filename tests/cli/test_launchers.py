@@ -153,6 +153,17 @@ def test_signals_are_passed_on_and_the_third_leaves(tmp_path: Path) -> None:
             signal.signal(number, handler)
 
 
+def test_what_a_shell_repeats_is_passed_on_once(tmp_path: Path) -> None:
+    stops = tmp_path / "stops"
+    stops.touch()
+    stop_signals.listen()
+    with launchers.signals_passed_on(stops):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(3 * launchers.POLL_S)
+    assert (stops.stat().st_size, stop_signals()) == (1, 1)
+
+
 def test_a_signal_that_comes_both_ways_counts_once(tmp_path: Path) -> None:
     stops = tmp_path / "stops"
     stops.write_bytes(b".")

@@ -31,7 +31,7 @@ hydra:
 def test_a_point_runs_after_those_that_it_goes_on_from() -> None:
     with pytest.raises(BadInput, match=r"model\.init='point:b': must be point: and the name of a point before it"):
         with_points([[]], {"a": "model.init=point:b", "b": ""})
-    batch = with_points(
+    batch, _ = with_points(
         [["seed=5"], ["seed=6"]], {"a": "", "b c": "p=point:a", "d": "e=1", "f": "p=point:d q='point:b c'"}
     )
     assert batch[:4] == [["seed=5"], ["seed=5", "p=point:0"], ["seed=5", "e=1"], ["seed=5", "p=point:2", "q=point:1"]]
@@ -57,6 +57,7 @@ def pruned_and_taught(call: Call, tmp_path: Path) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_models_are_pruned_and_taught_within_a_sweep(call: Call, tmp_path: Path) -> None:
     pruned_and_taught(call, tmp_path)
 

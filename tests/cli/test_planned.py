@@ -113,7 +113,9 @@ class Dying:
     def __init__(self, num_deaths: int) -> None:
         self.num_deaths, self.asked = num_deaths, list[int]()
 
-    def ask(self, name: str, asked: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
+    def ask(
+        self, name: str, asked: dict[str, Any], order: object, on_event: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
         assert name == "plan"
         self.asked.append(len(asked["points"]))
         for index in range(1 if len(self.asked) <= self.num_deaths else self.asked[-1]):
@@ -124,6 +126,7 @@ class Dying:
                     "fields": {"status": "ok", "plan": {"of": asked["points"][index]["of"]}},
                 }
             )
+        return {}
 
 
 @pytest.mark.parametrize(("num_deaths", "asked", "known"), [(0, [3], "abc"), (1, [3, 2], "abc"), (2, [3, 2], "ab")])
@@ -143,10 +146,12 @@ def test_what_was_planned_by_a_process_that_was_killed_is_planned_once_more(
 class Interrupted(Dying):
     """The same, but somebody sends the planning process a signal, and it says so."""
 
-    def ask(self, name: str, asked: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
-        super().ask(name, asked, on_event, order)
-        if len(self.asked) <= self.num_deaths:
-            on_event({"event": "row", "fields": {"status": "interrupted", "reason": "stopped by a signal"}})
+    def ask(
+        self, name: str, asked: dict[str, Any], order: object, on_event: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        super().ask(name, asked, order, on_event)
+        is_told = len(self.asked) <= self.num_deaths
+        return {"status": "interrupted", "reason": "stopped by a signal"} if is_told else {}
 
 
 @pytest.mark.parametrize(("is_stopped", "asked"), [(False, [3, 2]), (True, [3])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,14 @@ def test_the_last_word_for_a_key_holds_in_the_place_of_the_first() -> None:
 
 
 def test_a_sweep_without_values_is_a_mistake() -> None:
-    with pytest.raises(BadInput, match=r"lr='interval\(0,1\)': must be a list of values, such as lr=1,2"):
-        listed(["lr=interval(0,1)"])
+    for value in ("interval(0,1)", "range(1,1)", "range(1,5,0)"):
+        with pytest.raises(BadInput, match=re.escape(f"lr='{value}': must be a list of values, such as lr=1,2")):
+            listed([f"lr={value}"])
+
+
+def test_a_point_in_a_list_is_words_as_a_shell_reads_them() -> None:
+    with pytest.raises(BadInput, match=r"points\.a=.*: must be words as a shell reads them: No closing"):
+        with_points([[]], {"a": "name='x"})
 
 
 def test_fields_of_a_swept_group_are_set_in_its_points_alone() -> None:
@@ -77,32 +84,33 @@ def test_so_they_are_where_points_or_params_choose_the_group(tmp_path: Path) -> 
 
 
 def test_each_point_of_a_list_has_its_words_and_its_name() -> None:
-    batch = with_points([["model=resnet"]], POINTS)
+    batch, named = with_points([["model=resnet"]], POINTS)
     assert batch == [["model=resnet"], ["model=resnet", "accum=x4"], ["model=resnet", "accum=x4", "ckpt=every1"]]
-    assert [names_of(words, swept_keys(batch), []).point for words in batch] == list(POINTS)
+    assert [names_of(words, swept_keys(batch), [], named).point for words in batch] == list(POINTS)
 
 
 def test_a_typed_word_holds_for_all_points_and_what_is_the_same_then_is_left_out() -> None:
-    batch = with_points([["accum=x2"]], POINTS)
+    batch, named = with_points([["accum=x2"]], POINTS)
     assert batch == [["accum=x2"], ["accum=x2", "ckpt=every1"]]
-    assert [names_of(words, swept_keys(batch), []).point for words in batch] == ["baseline", "both"]
+    assert [names_of(words, swept_keys(batch), [], named).point for words in batch] == ["baseline", "both"]
 
 
 def test_a_list_is_run_for_each_point_of_a_grid() -> None:
-    batch = with_points([["model=resnet", "seed=1"], ["model=gpt2", "seed=1"]], {"baseline": "", "parts": "accum=x4"})
-    names = [names_of(words, swept_keys(batch), []).point for words in batch]
+    models = [["model=resnet", "seed=1"], ["model=gpt2", "seed=1"]]
+    batch, named = with_points(models, {"baseline": "", "parts": "accum=x4"})
+    names = [names_of(words, swept_keys(batch), [], named).point for words in batch]
     assert names == ["baseline-resnet", "parts-resnet", "baseline-gpt2", "parts-gpt2"]
 
 
 def test_without_a_list_a_grid_is_as_it_was() -> None:
     batch = [["seed=1"], ["seed=2"]]
-    assert with_points(batch, None) is batch
-    assert [names_of(words, swept_keys(batch), []).point for words in batch] == ["seed1", "seed2"]
+    assert with_points(batch, None) == (batch, {})
+    assert [names_of(words, swept_keys(batch), [], {}).point for words in batch] == ["seed1", "seed2"]
 
 
 def test_at_the_loggers_a_point_is_named_by_what_it_changes() -> None:
     batch = [["precision=bf16", f"ckpt={ckpt}", f"seed={seed}"] for ckpt in ("none", "every2") for seed in (0, 1)]
-    names = [names_of(words, swept_keys(batch), axes_of(batch)) for words in batch]
+    names = [names_of(words, swept_keys(batch), axes_of(batch), {}) for words in batch]
     assert [name.run for name in names] == [
         "bf16-none-seed0",
         "bf16-none-seed1",
@@ -110,8 +118,8 @@ def test_at_the_loggers_a_point_is_named_by_what_it_changes() -> None:
         "bf16-every2-seed1",
     ]
     assert names[0].axes == ["ckpt", "seed"]
-    listed = with_points([["model=resnet"]], POINTS)
-    assert [names_of(words, swept_keys(listed), []).run for words in listed] == list(POINTS)
+    listed, named = with_points([["model=resnet"]], POINTS)
+    assert [names_of(words, swept_keys(listed), [], named).run for words in listed] == list(POINTS)
     assert axes_of(listed) == ["accum", "ckpt"]
 
 

@@ -120,6 +120,7 @@ def test_a_waterfall_ends_with_the_smallest_peak(call: Call) -> None:
     ),
     ids=["transformer-batch", "transformer-one", "resnet-one", "resnet-waterfall", "transformer-ranks"],
 )
+@pytest.mark.slow
 def test_every_point_of_a_preset_can_be_had(call: Call, small: tuple[str, ...], sweep: str) -> None:
     outcome = call(*small, f"sweep={sweep}", "mode=plan", "plan.device=rtx3060", "train.batch_size=32")
     assert outcome.code == 0, outcome.said()
@@ -168,6 +169,14 @@ def test_a_bug_whose_row_cant_be_written_either(call: Call, monkeypatch: pytest.
     outcome = call("-m", *TINY, "seed=0,1")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1] == "result.json: can't be written (Input/output error)"
+
+
+def test_folders_may_be_named_by_the_points_numbers(call: Call) -> None:
+    """Also where a sweep goes on with a few of its points, or checks only some of them first."""
+    words = ("-m", *TINY, "train.steps=1", "hydra.sweep.dir=s", "hydra.sweep.subdir=${hydra.job.num}")
+    outcome = call(*words, "seed=0,1", "hydra.sweeper.max_batch_size=1")
+    assert outcome.code == 0, outcome.said()
+    assert {folder.name: read_row(folder)["config"]["seed"] for folder in outcome.folders} == {"0": 0, "1": 1}
 
 
 def test_a_bug_after_the_row_leaves_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,16 +136,19 @@ def test_ctrl_c_meanwhile(start: Callable[..., Running], call: Call) -> None:
     assert error(again.row) == 0
 
 
+POINT = Point("0" * 16, "n", 0, Path(), {}, {})
+
+
 def test_a_reference_that_was_killed_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By somebody else, or by the kernel: that says nothing of the training."""
     statuses = ["killed", "ok"]
     comparison = Comparison.__new__(Comparison)
-    comparison.stop_signals = lambda: 0
-    monkeypatch.setattr(Comparison, "followed_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
-    assert comparison.followed(lambda *_: None).status == "ok"
+    comparison.stop_signals, comparison.folder = lambda: 0, Path("fidelity")
+    monkeypatch.setattr(Comparison, "run_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
+    assert comparison.run(POINT, 1, None, is_reference=True).status == "ok"
     statuses += ["killed", "ok"]
     comparison.stop_signals = lambda: 1
-    assert comparison.followed(lambda *_: None).status == "killed"
+    assert comparison.run(POINT, 1, None, is_reference=True).status == "killed"
 
 
 def test_torchrun_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_an_event_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     [
         ("[]", "it has no name"),
         ('{"event": 3}', "it has no name"),
-        ('{"event": "x"}', "there is none of the name 'x'"),
+        ('{"event": "x"}', "unknown event 'x'"),
         ('{"event": "ready"}', "ready has fields (here: ; wrong: )"),
         ('{"event": "ready", "fields": 3}', "ready has fields (here: fields; wrong: fields)"),
         ('{"event": "ready", "fields": {}, "more": 1}', "ready has fields (here: fields, more; wrong: more)"),

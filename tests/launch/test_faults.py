@@ -48,8 +48,7 @@ NUM_POINTS = len(FAULTS) + 1
 def faulty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Outcome, Running]]:
     """Every fault once, then a point without any."""
     name = "name=" + "+".join(f"{seed}.{fault}" for seed, fault in enumerate(FAULTS, start=1))
-    words = ("-m", *TINY, f"seed=range(1,{NUM_POINTS + 1})", "logger=wandb", name)
-    call = begin(*words, cwd=tmp_path_factory.mktemp("faults"))
+    call = begin("-m", *TINY, f"seed=range(1,{NUM_POINTS + 1})", name, cwd=tmp_path_factory.mktemp("faults"))
     with killed_at_last([call]):
         yield call.end(120), call
 
@@ -108,15 +107,14 @@ def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
     return summary, exit_code
 
 
-@pytest.mark.parametrize(("fault", "failed"), [("kill", 1), ("bad_alloc", 1), ("raise", 1), ("none", 0)])
-def test_the_run_in_wandb_is_marked(faulty_sweep: tuple[Outcome, Running], fault: str, failed: int) -> None:
-    outcome, _ = faulty_sweep
-    number = [*FAULTS, "none"].index(fault) + 1
-    folder = next(folder for folder in outcome.folders if outcome.rows[f"seed{number}"]["id"] == folder.name)
-    summary, exit_code = wandb_run(folder)
-    assert exit_code == failed
-    assert summary["status"] == outcome.statuses[f"seed{number}"]
-    assert summary.get("reason") == outcome.rows[f"seed{number}"]["reason"]
+@pytest.mark.parametrize("fault", first_of(["kill", "bad_alloc", "raise", None]))
+@pytest.mark.slow
+def test_the_run_in_wandb_is_marked(call: Call, fault: str | None) -> None:
+    outcome = call(*TINY, "logger=wandb", f"name={fault or 'null'}")
+    summary, exit_code = wandb_run(outcome.folder)
+    assert exit_code == (fault is not None)
+    assert summary["status"] == outcome.row["status"] == (FAULTS[fault][0] if fault else "ok")
+    assert summary.get("reason") == outcome.row["reason"]
 
 
 @pytest.mark.slow
@@ -247,7 +245,8 @@ def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
     assert history(outcome.folder)
 
 
-@pytest.mark.parametrize("seed", first_of([1, 2]))
+@pytest.mark.slow  # quicker: the kills of tests/faults/test_sample.py
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_line_is_lost_or_doubled_when_the_program_is_killed(
     start: Start, call: Call, tmp_path: Path, seed: int
 ) -> None:
@@ -359,7 +358,7 @@ def test_a_message_without_end_is_cut(call: Call) -> None:
         (
             "unknown_events",
             [
-                "an event of the point's process is left out: there is none of the name 'x'",
+                "an event of the point's process is left out: unknown event 'x'",
                 "2 more lines of events.jsonl are no events, and left out",
             ],
         ),

@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 
 from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SAVING_S, SIGNAL_GRACE_S, LastResort, last_resort
+from lowvram.launch.spec import Point
 from lowvram.launch.stop import SignalCount
-from tests.calls import TINY, Outcome, Running, goes_on
+from lowvram.results import row as rows
+from lowvram.runs.recorder import Recording
+from lowvram.runs.row_so_far import RowSoFar
+from tests.calls import TINY, Outcome, Running, goes_on, read_row
 
 Start = Callable[..., Running]
 Call = Callable[..., Outcome]
@@ -35,6 +39,7 @@ class InC:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_has_ended_is_watched_no_more() -> None:
     """Calls in one process: signals of one are none of the next."""
     before, handler = threading.active_count(), signal.signal(signal.SIGTERM, lambda *_: None)
@@ -104,12 +109,14 @@ def test_the_fork_server_may_end_while_the_watcher_ends_it(monkeypatch: pytest.M
 
 def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
     (folder / "blocking.py").write_text(BLOCKING)
-    call = start(*TINY, "device=cpu", "plan.skip=true", f"callbacks=[blocking.{name}]", *words)
+    slow = ("name=slow", "train.steps=900")
+    call = start(*TINY, *slow, "device=cpu", "plan.skip=true", f"callbacks=[blocking.{name}]", *words)
     call.wait_for("started")
     return call
 
 
-@pytest.mark.parametrize("name", ["InC", pytest.param("InPython", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the tests of the watcher above are quicker
+@pytest.mark.parametrize("name", ["InC", "InPython"])
 def test_a_third_signal_ends_a_program_whose_callback_blocks_it(start: Start, tmp_path: Path, name: str) -> None:
     call = blocked(start, tmp_path, name)
     time.sleep(1)
@@ -132,6 +139,18 @@ def test_the_time_limit_holds_while_a_callback_blocks(start: Start, tmp_path: Pa
     assert outcome.row["status"] == "timeout"
     assert "a callback, blocked it" in outcome.row["reason"]
     call.wait_until_gone()
+
+
+def test_a_row_that_the_point_itself_has_written_stays(tmp_path: Path) -> None:
+    """As where a callback blocks the program after the point's end."""
+    recording = Recording.__new__(Recording)
+    recording.point, recording._earlier = Point("0" * 16, "n", 0, tmp_path, {}, {}), None
+    recording._so_far = RowSoFar(recording.point)
+    recording.abandon("interrupted", "ended by a third signal before it could save")
+    assert read_row(tmp_path)["status"] == "interrupted"
+    rows.write(tmp_path, rows.merge(recording.row, {"status": "ok"}))
+    recording.abandon("interrupted", "ended by a third signal before it could save")
+    assert read_row(tmp_path)["status"] == "ok"
 
 
 def test_a_closed_terminal_is_one_request_to_stop(start: Start, call: Call) -> None:

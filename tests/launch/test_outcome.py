@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from lowvram.launch.client import Ending
 from lowvram.launch.outcome import Circumstances, Outcome, RankReport, num_oom_kills, outcome_of
+from lowvram.launch.stop import StopConditions
 from lowvram.launch.supervisor import EXIT_NOT_FORKED
 from lowvram.results.row import Status
 
@@ -21,12 +21,10 @@ STOPPED = RankReport({"status": "interrupted", "reason": "stopped in the set-up"
 EXIT_1 = 1 << 8
 
 
-@dataclass
-class StopConditions:
-    is_stopped: bool = False
-    is_timed_out: bool = False
-    how_stopped: str = "stopped before it could save"
-    how_late: str = "still running after timeout_s=1"
+def conditions(is_stopped: bool = False, is_timed_out: bool = False) -> StopConditions:
+    found = StopConditions(1000.0, lambda: int(is_stopped))
+    found._began -= 2000.0 * is_timed_out
+    return found
 
 
 def ended(rank: int, status: int = EXIT_1, ended_by: str | None = None, is_stopped: bool = False) -> Ending:
@@ -45,11 +43,19 @@ def judge(tmp_path: Path) -> Any:
         stop_conditions: StopConditions | None = None,
         vram: str | None = None,
     ) -> tuple[str, str | None]:
-        around = Circumstances(tmp_path, stop_conditions or StopConditions(), num_oom_kills(), vram)
+        around = Circumstances(tmp_path, stop_conditions or conditions(), num_oom_kills(), vram)
         end: Outcome = outcome_of(ends, told, around, 45.0)
         return end.status.value, end.reason
 
     return judge
+
+
+def test_a_kernel_that_counts_no_ends_is_none_that_ended_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert num_oom_kills() == 0
 
 
 def test_one_rank_is_not_named(judge: Any) -> None:
@@ -77,11 +83,11 @@ def test_native_code_that_got_no_thread_met_a_limit_unless_memory_is_capped(judg
 
 
 def test_whatever_fails_after_its_time_is_late_unless_somebody_stopped_it(judge: Any) -> None:
-    late = ("timeout", "still running after timeout_s=1")
-    assert judge([ended(0)], {0: RAISED}, StopConditions(is_timed_out=True)) == late
-    assert judge([killed(0)], {}, StopConditions(is_timed_out=True)) == late
-    assert judge([ended(0, 0)], {0: OK}, StopConditions(is_timed_out=True)) == ("ok", None)
-    both = StopConditions(is_timed_out=True, is_stopped=True)  # its snapshot took longer than was left
+    late = ("timeout", "still running after timeout_s=1000")
+    assert judge([ended(0)], {0: RAISED}, conditions(is_timed_out=True)) == late
+    assert judge([killed(0)], {}, conditions(is_timed_out=True)) == late
+    assert judge([ended(0, 0)], {0: OK}, conditions(is_timed_out=True)) == ("ok", None)
+    both = conditions(is_timed_out=True, is_stopped=True)  # its snapshot took longer than was left
     assert judge([ended(0)], {0: STOPPED}, both) == ("interrupted", "stopped in the set-up")
 
 
@@ -174,8 +180,8 @@ def test_who_goes_on_without_memory_did_not_end_for_it(
 
 def test_what_was_ordered_explains_a_silent_end(judge: Any) -> None:
     both = [killed(0), killed(1)]
-    assert judge(both, {}, StopConditions(is_stopped=True)) == ("interrupted", "stopped before it could save")
-    assert judge(both, {}, StopConditions(is_timed_out=True)) == ("timeout", "still running after timeout_s=1")
+    assert judge(both, {}, conditions(is_stopped=True)) == ("interrupted", "stopped before it could save")
+    assert judge(both, {}, conditions(is_timed_out=True)) == ("timeout", "still running after timeout_s=1000")
 
 
 def test_the_fork_server_may_die_itself(judge: Any) -> None:

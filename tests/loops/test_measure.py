@@ -51,7 +51,7 @@ def test_a_window_ends_in_time_and_says_so(make_session: MakeSession) -> None:
 def test_no_weights_are_left(make_session: MakeSession) -> None:
     session = make_session(snapshot_every=1)
     Measure().run(session)
-    assert [path.name for path in session.folder.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in session.folder.iterdir()} == {"metrics.jsonl", "memory_over_step.csv"}
 
 
 def test_numbers_that_are_none_end_it(make_session: MakeSession) -> None:

@@ -99,6 +99,7 @@ def test_lines_of_later_steps_than_the_snapshot_stay_too(call: Call, finished: P
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_saved_step_replaces_the_row(call: Call, finished: Path) -> None:
     ended = call(f"resume={RUN}", "train.steps=9", "name=term@2")
     assert ended.code == 75, ended.said()

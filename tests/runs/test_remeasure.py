@@ -45,7 +45,8 @@ class Scripted:
 
     def wait_until_ready(self, order: Any) -> None: ...
 
-    def ask(self, *_: Any) -> None: ...
+    def ask(self, *_: Any) -> dict[str, Any]:
+        return {}
 
     def run(self, point: Point, on_event: Callable[[Event], None], order: Any) -> list[Ending]:
         measurement = self.left.pop(0)

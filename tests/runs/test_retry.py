@@ -15,6 +15,7 @@ from lowvram.runs.retry import as_left
 from scripts.benchmarks.runs import Runs
 from tests.calls import TINY, Outcome, history, read_row
 from tests.offline import records_of
+from tests.refusals import refusal
 from tests.tiers import first_of
 from tests.worker.test_ranks import torchrun
 
@@ -143,7 +144,9 @@ def test_under_torchrun_the_row_says_what_to_type(tmp_path: Path) -> None:
     outcome = torchrun(AUTO, "name=out_of_memory@2", cwd=tmp_path / "torchrun")
     assert outcome.code == 1
     assert outcome.row["status"] == "oom"
-    assert outcome.row["reason"].endswith("torchrun's processes can't begin again with more parts: type accum.parts=2")
+    assert outcome.row["reason"].endswith(
+        "a process that ran out of memory can't begin again with more parts: type accum.parts=2"
+    )
     assert outcome.row["attempts"] is None
 
 
@@ -231,10 +234,10 @@ def test_points_run_from_python_grow(tmp_path: Path) -> None:
     assert tried(row)
 
 
-def test_parts_that_do_not_divide_are_refused(call: Call) -> None:
-    sentence = call(*TINY, AUTO, "accum.parts=3", "train.batch_size=32").sentence
+def test_parts_that_do_not_divide_are_refused() -> None:
+    sentence = refusal(*TINY, AUTO, "accum.parts=3", "train.batch_size=32")
     assert sentence == "train.batch_size=32: must be a multiple of accum.parts=3: 32 = 10 x 3 + 2"
-    assert call(*TINY, AUTO, "accum.parts=0").sentence == "accum.parts=0: must be at least 1"
+    assert refusal(*TINY, AUTO, "accum.parts=0") == "accum.parts=0: must be at least 1"
 
 
 def test_more_parts_get_a_plan_with_a_choice_of_its_own() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lowvram.launch import torchrun
 from lowvram.launch.events import FILE_NAME
 from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import Outlets
@@ -108,15 +109,63 @@ def test_several_ranks_are_processes_with_torchrun_s_variables(call: Call) -> No
     assert history(outcome.folder) == lines
 
 
+@pytest.mark.slow  # tests/worker/test_rendezvous.py asks without processes
 def test_one_process_is_too_few_for_two_ranks(call: Call) -> None:
     outcome = prepared(call, "train.steps=1", "sharding=ddp", "sharding.ranks=2", "device=cpu")
     code, said, _ = run(outcome.folder)
     assert code == 3
-    row = read_row(outcome.folder)
-    assert said.endswith(f": incompatible: {row['reason']}\n")
-    assert row["status"] == "incompatible"
-    assert row["reason"].startswith("sharding.ranks='2': must be 1, the number of processes that were started for it")
+    assert said.startswith("sharding.ranks='2': must be 1, the number of processes that were started for it")
+    assert said.count("\n") == 1
     assert (outcome.folder / FILE_NAME).exists()
+    assert not (outcome.folder / "result.json").exists()  # so that another start may run it
+
+
+def test_no_rank_touches_a_folder_that_has_its_result(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = call(*TINY, "train.steps=1").folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for name, value in zip(torchrun.WORDS, ("1", "2", "1", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main([str(folder)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_nobody_listens_to_it(tmp_path: Path) -> None:
+    """So its metrics are kept for the loggers of whoever goes on with it, also if what it prints goes into a file."""
+    with (tmp_path / "events").open("wb") as file:
+        outlets = Outlets(file.fileno(), file.fileno())
+        assert [worker.Events(outlets, 0, is_alone)("progress") for is_alone in (False, True)] == [True, False]
+
+
+def test_lines_that_a_full_disk_has_no_room_for_are_dropped() -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        worker.SpokenStream(fd).write("a line\n")
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("measure", "about", "fields", "is_written"),
+    [
+        ({"fidelity": False, "reruns": 2}, {}, {}, True),
+        ({"fidelity": True, "reruns": 2}, {}, {}, False),
+        ({"fidelity": False, "reruns": 2}, {}, {"disturbed": "by another process"}, False),
+        ({"fidelity": False, "reruns": 0}, {}, {"disturbed": "by another process"}, True),
+        ({"fidelity": False, "reruns": 2}, {"reruns": [{}]}, {}, False),
+    ],
+)
+def test_a_row_to_which_the_program_adds_is_the_program_s(
+    tmp_path: Path, measure: dict[str, Any], about: dict[str, Any], fields: dict[str, Any], is_written: bool
+) -> None:
+    """If it dies meanwhile, nothing says that the point is finished. Alone the process has nobody to wait for."""
+    config = {"measure": measure, "accum": {"parts": 1}, "vram": None}
+    for is_alone in (False, True):
+        folder = tmp_path / str(is_alone)
+        folder.mkdir()
+        found = RowSoFar(PointSpec("0" * 16, "n", 0, folder, config, {"mode": "measure"}, **about))
+        found.on_event("row", {"rank": 0, "fields": {"status": "ok", **fields}})
+        worker.write_row(found, is_alone)
+        assert (folder / "result.json").exists() == (is_written or is_alone)
 
 
 def test_a_row_that_can_t_be_written_is_told(

@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 
 from lowvram.core.troubles import DISK_TROUBLES, error_number
 from lowvram.results.files.manifest import in_the_way
-from lowvram.worker.errors import ending, says_all
+from lowvram.worker.errors import ending, phase, says_all
 
 OUT_OF_MEMORY = {
     "Python": MemoryError(),
@@ -219,6 +219,17 @@ def test_a_library_that_finds_no_room_among_limited_addresses(monkeypatch: pytes
     assert ending(error)["status"] == "error"  # as where a mount forbids it
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
     assert ending(error)["status"] == "oom"
+
+
+def test_a_phase_is_that_of_lowvram_s_own_code_wherever_it_lies() -> None:
+    """A clone may be called lowvram, and have torch inside."""
+    names: dict[str, Any] = {}
+    exec(
+        compile("def save(): raise OSError(28, 'full')", "/home/me/lowvram/.venv/torch/serialization.py", "exec"), names
+    )
+    with pytest.raises(OSError, match="full") as raised:
+        names["save"]()
+    assert phase(raised.value.__traceback__) == "the set-up"
 
 
 def test_where_an_error_of_the_run_s_own_files_was_raised_is_not_told(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from tests.calls import (
     killed_at_last,
     wait_until,
 )
+from tests.refusals import refusal
 from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
@@ -36,6 +37,10 @@ LONG = (*TWO, "train.steps=900", "name=slow")  # of 0.2 s each
 FAULTS = {
     "raise@2.1": ("error", "rank 1: ValueError: the model is broken"),
     "kill@2.0": ("killed", "rank 0: the process died of SIGKILL"),
+    "out_of_memory@2.1": ("oom", "rank 1: out of memory in "),
+}
+SOUND = len(FAULTS) + 1
+DEATHS = {  # tests/launch/test_outcome.py tells them apart without processes
     "segfault@2.1": ("error", "rank 1: the process died of SIGSEGV (see native.1.log)"),
     "exit17@2.0": ("error", "rank 0: the process ended by itself with exit code 17"),
     "bad_alloc@2.1": (
@@ -43,26 +48,39 @@ FAULTS = {
         "rank 1: out of memory in native code (see native.1.log); the optimizer's state is 41 % of the peak: "
         "try optimizer=adamw_8bit or ckpt=every1",
     ),
-    "out_of_memory@2.1": ("oom", "rank 1: out of memory in "),
 }
-SOUND = len(FAULTS) + 1
 
 
 @pytest.fixture(scope="module")
 def faulty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Outcome, Running]]:
     """Every fault once, then a point without any."""
-    name = "name=" + "+".join(f"{seed}.{fault}" for seed, fault in enumerate(FAULTS, start=1))
+    name = name_of(FAULTS)
     call = begin("-m", *TWO, f"seed=range(1,{SOUND + 1})", name, cwd=tmp_path_factory.mktemp("faults"))
     with killed_at_last([call]):
         yield call.end(120), call
 
 
-@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS, start=1)))
-def test_the_rank_that_failed_is_named(faulty_sweep: tuple[Outcome, Running], number: int, fault: str) -> None:
-    row, (status, reason) = faulty_sweep[0].rows[f"seed{number}"], FAULTS[fault]
-    assert row["status"] == status, row["reason"]
-    assert reason in row["reason"]
-    assert [each["rank"] for each in row["ranks"]] == [0, 1]
+def name_of(faults: Mapping[str, tuple[str, str]]) -> str:
+    """The word with which each point of a sweep has its fault."""
+    return "name=" + "+".join(f"{seed}.{fault}" for seed, fault in enumerate(faults, start=1))
+
+
+def check_rows(outcome: Outcome, faults: Mapping[str, tuple[str, str]]) -> None:
+    """Each says which rank failed, and how."""
+    for number, (status, reason) in enumerate(faults.values(), start=1):
+        row = outcome.rows[f"seed{number}"]
+        assert row["status"] == status, row["reason"]
+        assert reason in row["reason"]
+        assert [each["rank"] for each in row["ranks"]] == [0, 1]
+
+
+def test_the_rank_that_failed_is_named(faulty_sweep: tuple[Outcome, Running]) -> None:
+    check_rows(faulty_sweep[0], FAULTS)
+
+
+@pytest.mark.slow
+def test_the_rank_that_died_is_named(call: Call) -> None:
+    check_rows(call("-m", *TWO, f"seed=range(1,{len(DEATHS) + 1})", name_of(DEATHS)), DEATHS)
 
 
 def test_only_what_failed_is_reported_and_nothing_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
@@ -201,6 +219,7 @@ def test_no_rank_outlives_the_program(start: Start) -> None:
     assert len(list(call.end().folder.glob("snapshots/step_*.pt"))) == 1
 
 
+@pytest.mark.slow  # quicker: test_a_point_is_killed_beside_its_workers in tests/launch/test_faults.py
 def test_nothing_is_left_of_a_rank_that_is_killed_beside_its_workers(call: Call, shared_server: Server) -> None:
     outcome = call(*TWO, "loader=workers", "train.steps=9", "name=kill@2.1")
     assert outcome.row["reason"] == "rank 1: the process died of SIGKILL"
@@ -211,6 +230,8 @@ def test_nothing_is_left_of_a_rank_that_is_killed_beside_its_workers(call: Call,
 REFUSED = {
     "sharding=none": "sharding=none needs that the point has one rank: it has 2: choose sharding=ddp",
     "sharding.ranks=auto": "sharding=ddp needs that the point has several ranks: it has one: say sharding.ranks=2",
+}
+WRONG = {
     "sharding.ranks=0": "sharding.ranks='0': must be auto or at least 1",
     "sharding.ranks=many": "sharding.ranks='many': must be auto or at least 1",
     "sharding.timeout_s=0": "sharding.timeout_s=0.0: must be more than 0 seconds",
@@ -224,6 +245,12 @@ def test_what_is_refused(call: Call, words: str) -> None:
     outcome = call(*TWO, *words.split())
     assert REFUSED[words] in outcome.sentence
     assert list(outcome.cwd.iterdir()) == []
+
+
+def test_what_is_wrong_in_the_number_of_ranks(subtests: pytest.Subtests) -> None:
+    for words, sentence in WRONG.items():
+        with subtests.test(words):
+            assert sentence in refusal(*TWO, *words.split())
 
 
 def in_steps(call: Running, num_steps: int) -> None:

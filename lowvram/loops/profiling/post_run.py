@@ -29,6 +29,7 @@ from lowvram.loops.profiling.compile_time import NO_KINDS
 from lowvram.loops.profiling.malloc import MallocWatch
 from lowvram.loops.profiling.tensor_report import LargestTensors, NoReport, TensorReport
 from lowvram.loops.session import Session
+from lowvram.results import memory_over_step
 
 PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
 NO_ROOM = "the run fitted, but the extra steps that tell it ran out of memory"
@@ -108,10 +109,12 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
 
 
 def send(session: Session, timeline: Timeline) -> None:
-    """Send the memory over the step to the parent, for the report and the loggers. Only rank 0 does."""
+    """Write the memory over the step into the run's folder, and tell it for the loggers. Only rank 0 does."""
     if all_ranks().is_first:
+        kinds = [kind.value for kind in Kind]
         moments = [[event, phase, *by_kind.values()] for event, phase, by_kind in timeline.moments()]
-        session.events("memory_over_step", kinds=[kind.value for kind in Kind], moments=moments)
+        memory_over_step.write(session.folder, kinds, moments)
+        session.events("memory_over_step", kinds=kinds, moments=moments)
 
 
 def beyond_tensors(session: Session, malloc: MallocWatch, peak: Peak) -> int | None:

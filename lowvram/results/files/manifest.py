@@ -95,7 +95,7 @@ def check(folder: Path) -> None:
     except ValueError as error:
         raise damaged(folder, NAME, str(error)) from None
     if manifest is None:
-        warnings.warn(f"{folder / NAME} is missing: nobody knows whether the files beside it are whole", stacklevel=3)
+        warnings.warn(f"{folder / NAME} is missing: the files beside it can't be verified", stacklevel=3)
         return
     changed = [name for name, content in manifest.files.items() if not content.is_in(folder / name)]
     left = [name for name in manifest.before or () if name not in manifest.files and os.path.lexists(folder / name)]

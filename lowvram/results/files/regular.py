@@ -43,7 +43,7 @@ def open_regular(path: Path, most_bytes: int | None = None) -> io.BufferedReader
             what = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
             raise Irregular(errno.EINVAL, f"it is {what}, no regular file", str(path))
         if most_bytes is not None and status.st_size > most_bytes:
-            what = f"it is larger than any such file: {status.st_size:,} bytes of at most {most_bytes:,}"
+            what = f"it is too large: {status.st_size:,} bytes, at most {most_bytes:,} are read"
             raise Irregular(errno.EFBIG, what, str(path))
         os.set_blocking(fd, True)
         return os.fdopen(fd, "rb")

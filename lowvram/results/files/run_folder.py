@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from contextlib import suppress
 from enum import Enum
@@ -275,17 +276,22 @@ class Claim:
             with suppress(OSError):
                 if self.is_new and self._is_alone():
                     self._remove_ours()
-                elif not self.is_new and self._has_written:
+                elif not self.is_new and self._has_written and self._is_named():
                     self._rewrite(self._before)
             os.close(self.fd)
             self.fd = -1
         remove_empty(self.created)
 
     def _give_back(self) -> None:
-        """Nobody holds the folder any more."""
-        fields = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
-        if "lowvram" in fields:
+        """Nobody holds the folder any more, unless another program of the sweep is named there by now."""
+        if self._is_named():
+            fields = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
             self._rewrite(json.dumps(fields | {"owner": None}).encode())
+
+    def _is_named(self) -> bool:
+        """Whether the marker names this program."""
+        owner = owner_of(read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0)))
+        return owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname())
 
     def _found(self) -> set[Path]:
         return {path for pattern in LEFT_BY_REFUSED for path in self.folder.glob(pattern)}

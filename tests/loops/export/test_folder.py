@@ -196,7 +196,7 @@ def check_noticed(path: Path, model: nn.Module) -> None:
 def test_an_export_of_an_early_version_loads_with_a_warning(tmp_path: Path) -> None:
     model = exported(tmp_path / "model")
     (tmp_path / "model" / manifest.NAME).unlink()
-    with pytest.warns(UserWarning, match=r"files\.json is missing: nobody knows whether the files beside it are whole"):
+    with pytest.warns(UserWarning, match=r"files\.json is missing: the files beside it can't be verified"):
         assert same(load(tmp_path / "model"), model)
 
 

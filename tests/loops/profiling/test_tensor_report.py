@@ -76,13 +76,13 @@ def test_it_is_printed_and_written(
     assert "lowvram/models/transformer.py:" in said
     assert "| activations | " in page
     assert f" | {memory['by_kind']['activations']} | " in page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.md", "memory_over_step.csv"]
 
 
 def test_off_it_leaves_nothing(make_session: Callable[..., Session], capsys: pytest.CaptureFixture[str]) -> None:
     session = make_session()
     post_run(session, session.batches(0))
-    assert not list(session.folder.iterdir())
+    assert [path.name for path in session.folder.iterdir()] == ["memory_over_step.csv"]
     assert not capsys.readouterr().out
     assert NoReport().origin_of is None
 

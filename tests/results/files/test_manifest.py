@@ -13,6 +13,7 @@ import pytest
 from lowvram.config.errors import BadInput
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import remove_leftovers, unfinished_folder
+from tests.tiers import first_of
 
 OLD = {"config.json": "old", "weights": "old " * 99, "adapter": "old"}
 NEW = {"config.json": "new", "weights": "new " * 99, "tokenizer": "new"}
@@ -52,7 +53,7 @@ def counted(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
     return counted_call
 
 
-@pytest.mark.parametrize("before", [OLD, None], ids=["over an older one", "the first"])
+@pytest.mark.parametrize("before", first_of([OLD, None]), ids=["over an older one", "the first"])
 def test_a_death_leaves_the_old_export_the_new_one_or_one_that_is_refused(
     tmp_path: Path, before: dict[str, str] | None
 ) -> None:

@@ -48,7 +48,7 @@ def test_files_that_never_end(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     for name in ("overrides.yaml", "config.yaml"):
         made(tmp_path / ".hydra" / name, kind)
     assert rows.read(tmp_path) is None
-    assert "doesn't count, as it is no row of lowvram's: it is " in capsys.readouterr().err
+    assert "is ignored, as it isn't a row that lowvram wrote: it is " in capsys.readouterr().err
     with pytest.raises(Irregular, match="it is "):
         read_lines(tmp_path / "metrics.jsonl")
     assert stored_run_id(tmp_path) is None
@@ -80,7 +80,7 @@ def test_what_is_read_may_be_a_link_to_a_file(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"whole")
     (tmp_path / "link").symlink_to("blob")
     assert read_regular(tmp_path / "link", 5) == b"whole"
-    with pytest.raises(Irregular, match="larger than any such file: 5 bytes of at most 4"):
+    with pytest.raises(Irregular, match="too large: 5 bytes, at most 4 are read"):
         read_regular(tmp_path / "link", 4)
 
 

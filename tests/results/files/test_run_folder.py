@@ -128,6 +128,16 @@ def test_sweeps_share_their_folder_and_only_the_last_one_takes_it_away(tmp_path:
     second.release()
 
 
+def test_who_has_joined_a_sweep_later_stays_named(tmp_path: Path) -> None:
+    first = Claim(tmp_path, Kind.SWEEP, "key")
+    marker = tmp_path / MARKER
+    fields = json.loads(marker.read_text())
+    other = {**fields["owner"], "pid": os.getpid() + 1}
+    marker.write_text(json.dumps(fields | {"owner": other}).ljust(len(marker.read_text()) - 1) + "\n")
+    first.release()
+    assert json.loads(marker.read_text())["owner"] == other
+
+
 @pytest.mark.parametrize("kinds", [(Kind.RUN, Kind.SWEEP), (Kind.SWEEP, Kind.RUN)])
 def test_runs_and_sweeps_have_folders_of_their_own(tmp_path: Path, kinds: tuple[Kind, Kind]) -> None:
     taken(tmp_path, kind=kinds[0]).release()
