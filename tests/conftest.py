@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from lowvram.cli import here
@@ -29,14 +30,16 @@ from lowvram.knobs.optimizer import low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
-from tests.files_once import read_once
+from tests.files_once import mode_of, read_once
 from tests.laboratory import compiler_as_before
 from tests.ranks import start_server
 from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample
 
 MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
+seen_files = set[Path]()  # files that a test has begun in
 
 OmegaConf.load = staticmethod(read_once)  # Hydra reads some twenty files for each call, which takes longer than a run
+Hydra.get_mode = mode_of
 
 # On busy cores a second thread makes tiny steps take longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,9 +69,10 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Function) -> None:
     """Each ledger and each trace collects garbage before it counts. What torch and the tests hold for good is most of
     what it would look through, and never garbage: the collector leaves it out from here on. Half of their time."""
-    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
+    if item.path not in seen_files and len(gc.get_objects(generation=2)) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
+    seen_files.add(item.path)  # to ask takes two milliseconds
     if "on_ranks" in item.function.__code__.co_names:
         start_server()
 

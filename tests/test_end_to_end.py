@@ -74,6 +74,7 @@ def test_text_of_ones_own(call: Any, tmp_path: Path) -> None:
     assert run.row["loss"]["eval"] < run.row["loss"]["first"] - 1
 
 
+@pytest.mark.slow
 def test_images_of_ones_own(call: Any, tmp_path: Path) -> None:
     for name, colour in {"red": (200, 30, 30), "blue": (30, 30, 200)}.items():
         (tmp_path / "images" / name).mkdir(parents=True)

@@ -83,6 +83,7 @@ def test_an_example_runs(name: str, printed: str) -> None:
     assert printed in done.stdout
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom_and_shows_what_it_prints() -> None:
     cells = json.loads((ROOT / "examples" / "own_model.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
@@ -96,6 +97,7 @@ def test_the_notebook_runs_from_top_to_bottom_and_shows_what_it_prints() -> None
     assert repr(names["rig"]) == "".join(cells[-2]["outputs"][-1]["data"]["text/plain"])
 
 
+@pytest.mark.slow
 def test_the_examples_model_trains_from_the_command_line(call: Callable[..., Outcome]) -> None:
     words = ["model=external", "model.target=examples.own_model.Speaker", "model.args={vocab_size: data.vocab_size}"]
     words += ["model.reads=TOKENS"]

@@ -92,6 +92,7 @@ def test_a_whole_model_is_loaded_by_transformers_and_evaluates_the_same(
 
 
 @pytest.mark.parametrize("kind", first_of(["vit", "swin", "roberta", "opt"]))
+@pytest.mark.slow
 def test_every_kind_of_model_is_left_whole(call: Call, kind: str) -> None:
     """More families, in one process: tests/models/test_hf_families.py."""
     sizes = ("data.sequence_length=16", "data.image_size=16", "data.num_classes=5", "data.eval_samples=4")

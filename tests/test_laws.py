@@ -137,6 +137,7 @@ def is_quick(problem: str, dtype: torch.dtype) -> bool:
     return (problem in MODELS) == (dtype is torch.float64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pair", "problem", "dtype"),
     first_of(
@@ -178,6 +179,7 @@ INEXACT_CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("pair", "problem"), INEXACT_CASES, ids=words)
 def test_an_inexact_knob_stays_in_its_band(pair: Pair, problem: str) -> None:
     assert 0 < gradient_error(pair[0], KNOBS[pair], SMOOTH[problem]) <= KNOBS[pair].band
@@ -222,6 +224,7 @@ def with_models(pairs: list[Pair]) -> list[tuple[Pair, str]]:
     return [(pair, model) for pair in pairs for model in MODELS if is_for(KNOBS[pair], model)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("pair", "problem"), with_models(HERE), ids=words)
 def test_existing_names_are_unchanged(pair: Pair, problem: str) -> None:
     assert keeps_the_names(pair[0], KNOBS[pair], problem)
@@ -270,6 +273,7 @@ def takes_compiled(pair: Pair) -> bool:
     return Fact.COMPILED in KNOBS[pair].needs()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pair", "problem"), with_models([pair for pair in SAVING if not takes_compiled(pair)]), ids=words
 )

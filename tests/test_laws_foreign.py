@@ -112,6 +112,7 @@ TRIED = [case for case in CASES if case not in REFUSED and case not in ONE_BLOCK
 INEXACT = [case for case in TRIED if KNOBS[case[0]].exactness is not Exactness.EXACT]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("pair", "kind"), sorted(REFUSED), ids=words)
 def test_what_cannot_be_had_says_why(pair: Pair, kind: str) -> None:
     with pytest.raises(Incompatible, match=REFUSED[pair, kind]):
@@ -127,6 +128,7 @@ def steps(kind: str, pair: Pair) -> Trained:
     return train(problem(kind), knobs_of(optimizer="sgd", **{group: option}), SIZES, lr=0.01)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("pair", "kind"), quick_first(EXACT), ids=words)
 def test_an_exact_knob_keeps_losses_gradients_and_buffers(pair: Pair, kind: str) -> None:
     found, wanted = steps(kind, pair), steps(kind, (pair[0], NEUTRAL[pair[0]]))
@@ -142,6 +144,7 @@ def test_an_exact_knob_keeps_losses_gradients_and_buffers(pair: Pair, kind: str)
         assert max(errors) <= KNOBS[pair].band
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("pair", "kind"), quick_first(INEXACT), ids=words)
 def test_an_inexact_knob_stays_in_its_band(pair: Pair, kind: str) -> None:
     found = train(smooth(kind), knobs_of(**dict([pair])), [32])
@@ -160,6 +163,7 @@ def test_recomputing_every_block_saves_two_fifths(kind: str) -> None:
     assert kept_by_every1(problem(kind)) <= 0.6
 
 
+@pytest.mark.slow
 def test_recomputing_every_block_of_a_resnet50_saves_three_fifths() -> None:
     """That of transformers, as its configuration is by default."""
     sizes = {"embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}

@@ -80,6 +80,7 @@ def losses_of(task: Problem, batches: list[Part]) -> Tensor:
 HUGGING = {kind: Auto().pose(HfConfig(name=tiny(kind)), replace(SPEC, num_classes=300)) for kind in ("gpt2", "llama")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*PROBLEMS, *HUGGING])
 def test_packing_keeps_the_loss(name: str) -> None:
     """Of three steps, each of 16 sequences, one a row or packed."""
@@ -108,6 +109,7 @@ def test_no_sequence_sees_another(name: str) -> None:
     assert torch.allclose(before[:, 3:], alone, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pair", EXACT, ids=words)
 @pytest.mark.parametrize("name", ["rotary", "grouped"])
 def test_an_exact_knob_keeps_losses_and_gradients(pair: Pair, name: str) -> None:

@@ -64,6 +64,7 @@ def test_points_without_it_are_those_of_a_program_without_it(
     assert list(without["choices"]) == [*GROUPS, "logger"]
 
 
+@pytest.mark.slow  # tests/config/test_plugins.py asks without processes
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
@@ -110,7 +111,7 @@ def test_the_first_laws_hold(pair: tuple[str, str], tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_all_laws_hold(path: dict[str, str]) -> None:
     laws = ["tests/test_laws.py", "tests/test_laws_of_pairs.py", "tests/knobs/test_optimizer.py"]
-    told = run_python(path, "-m", "pytest", "-q", "-n0", "-m", "not slow", *laws, "-k", "lion or garbage")
+    told = run_python(path, "-m", "pytest", "-q", "-n0", *laws, "-k", "lion or garbage")
     assert int(told.rpartition(" passed")[0].split()[-1]) > 30
 
 

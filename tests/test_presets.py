@@ -65,6 +65,7 @@ def given(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", first_of(NAMES))
+@pytest.mark.slow
 def test_a_preset_fits_its_card(name: str, tmp_path: Path) -> None:
     plan = planned(f"experiment={name}", *given(name, tmp_path))
     assert plan["fits"], plan["least_vram_bytes"]

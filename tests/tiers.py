@@ -29,7 +29,7 @@ REFERENCE_S = 0.08
 STARTERS = {"call", "start", "train"}  # fixtures that start processes
 # Files of processes and their rows, whose tests are marked here.
 MEDIUM = ["launch/test_faults", "worker/test_flops", "worker/test_ranks"]
-SAMPLED = {"cli/test_resume": 2, "launch/test_faults": 2, "worker/test_flops": 3}
+SAMPLED = {"cli/test_resume": 2, "launch/test_faults": 3, "worker/test_flops": 6}
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.calls import TINY, TINY_RESNET, Outcome
+from tests.refusals import refusal
 from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
@@ -56,14 +57,12 @@ MISTAKES = {
     "optimizer.lr=nan": ["optimizer.lr=nan: must be"],
     "timeout_s=nan": ["timeout_s=nan: must be"],
     "timeout_s=inf": ["timeout_s=inf: must be a number or null, not infinity"],
-    "data=imagefolder": ["data.sequence_length: data has no such key; `", "train.py --cfg job` shows them all"],
     # ranges
     "ckpt=every1 ckpt.every=0": ["ckpt.every=0: must be at least 1"],
     "model.num_heads=5": ["model.num_heads=5: must be", "model.width=32"],
     "train.batch_size=6 accum=x4": ["train.batch_size=6: must be a multiple of accum.parts=4", "6 = 1 x 4 + 2"],
     "vram=8": ["vram='8': must be", "8GiB"],
     # the device
-    "precision=tf32 device=cpu": ["precision=tf32 needs", "it is the CPU here", "precision=fp32"],
     "device=tpu": ["device='tpu': must be auto, cpu, cuda or cuda:N"],
     # code
     "precision._target_=os.system": ["precision._target_='os.system': must be a class inside lowvram"],
@@ -71,8 +70,6 @@ MISTAKES = {
     # names and paths
     "name=../../x": ["name='../../x': must be", "it names a folder"],
     f"name={'x' * 300}": ["name='xxx", "1 to 100 letters"],
-    "paths.outputs=/dev/null/x": ["/dev/null/x", "can't be written (Not a directory)"],
-    f"paths.outputs={'x' * 300}": ["xxx", "can't be written (File name too long)"],
     "data=text data.path=~/texts": [
         "data.path=~/texts: Hydra can't read this value; quote it: 'data.path=\"~/texts\"'"
     ],
@@ -93,6 +90,28 @@ MISTAKES = {
     "seed=${nope}": ["nope", "not found"],
     "seed=${oc.env:LOWVRAM_NOPE}": ["seed", "LOWVRAM_NOPE", "not found"],
     # Hydra's own settings
+    "hydra/launcher=nope": ["hydra/launcher=nope: must be one of basic"],
+    "hydra.callbacks=null": ["hydra.callbacks=null: Hydra has no such value for it"],
+    # words of other tools (test_mistakes.py has them all)
+    "lr=0.1": ["lr: no such key; the learning rate is optimizer.lr"],
+    "+lr=0.1": ["lr: no such key; the learning rate is optimizer.lr"],
+    "bf16=true": ["bf16: no such key; choose precision=bf16"],
+    "gradient_checkpointing=true": ["gradient_checkpointing: no such key; choose ckpt=every1"],
+    "ckpt=outputs/run": ["ckpt=outputs/run", "resume=last or resume=FOLDER"],
+}
+# Mistakes of which a part of the program tells that no function here stands for, and one of each other kind.
+TYPED = {
+    "precision=bf61": MISTAKES["precision=bf61"],
+    "model.dropot=0.1": MISTAKES["model.dropot=0.1"],
+    "train.steps=abc": MISTAKES["train.steps=abc"],
+    "ckpt=every1 ckpt.every=0": MISTAKES["ckpt=every1 ckpt.every=0"],
+    "seed=${nope}": MISTAKES["seed=${nope}"],
+    "--lr 0.1": MISTAKES["--lr 0.1"],
+    "-m seed=1,2 --cfg job": MISTAKES["-m seed=1,2 --cfg job"],
+    "data=imagefolder": ["data.sequence_length: data has no such key; `", "train.py --cfg job` shows them all"],
+    "precision=tf32 device=cpu": ["precision=tf32 needs", "it is the CPU here", "precision=fp32"],
+    "paths.outputs=/dev/null/x": ["/dev/null/x", "can't be written (Not a directory)"],
+    f"paths.outputs={'x' * 300}": ["xxx", "can't be written (File name too long)"],
     "-m seed=0,1 hydra.launcher._target_=x": ["hydra.launcher._target_='x': must be one of hydra._internal.core_pl"],
     "-m seed=0,1 hydra.launcher._target_=os.getcwd": ["hydra.launcher._target_='os.getcwd': must be one of hydra"],
     "-m seed=0,1 hydra.sweeper._target_=x": ["hydra.sweeper._target_='x': must be one of", "PointSweeper"],
@@ -103,50 +122,56 @@ MISTAKES = {
     "-m seed=0,1 hydra.sweeper.points=5": ["hydra.sweeper.points=5: must be names, each with the words"],
     "-m seed=0,1 hydra.sweep.dir=null": ["hydra.sweep.dir=null: Hydra has no such value for it", "--cfg hydra"],
     "-m seed=0,1 hydra.sweep.subdir=one": ["hydra.sweep.subdir='one': must be a folder for each point"],
-    "hydra/launcher=nope": ["hydra/launcher=nope: must be one of basic"],
-    "hydra.callbacks=null": ["hydra.callbacks=null: Hydra has no such value for it"],
-    # resuming
     "resume=last": ["resume='last': must be", "no unfinished run below outputs has a snapshot"],
-    # words of other tools (test_mistakes.py has them all)
-    "lr=0.1": ["lr: no such key; the learning rate is optimizer.lr"],
-    "+lr=0.1": ["lr: no such key; the learning rate is optimizer.lr"],
-    "bf16=true": ["bf16: no such key; choose precision=bf16"],
-    "gradient_checkpointing=true": ["gradient_checkpointing: no such key; choose ckpt=every1"],
-    "ckpt=outputs/run": ["ckpt=outputs/run", "resume=last or resume=FOLDER"],
 }
 
 
-def assert_refused(outcome: Outcome, *parts: str) -> None:
-    """One sentence, exit code 3, no folder; the parts come in this order."""
-    rest = outcome.sentence
+def assert_says(sentence: str, *parts: str) -> None:
+    """The parts come in this order."""
+    rest = sentence
     for part in parts:
-        assert part in rest, outcome.said()
+        assert part in rest, sentence
         rest = rest.partition(part)[2]
+
+
+def assert_refused(outcome: Outcome, *parts: str) -> None:
+    """One sentence, exit code 3, no folder."""
+    assert_says(outcome.sentence, *parts)
     assert list(outcome.cwd.iterdir()) == [], outcome.said()
 
 
-@pytest.mark.parametrize(("words", "parts"), MISTAKES.items(), ids=[words[:60] for words in MISTAKES])
-def test_a_mistake_is_one_sentence_and_leaves_nothing(call: Call, words: str, parts: list[str]) -> None:
-    assert_refused(call(*TINY, *words.split(" ")), *parts)
+@pytest.mark.medium
+def test_a_mistake_is_one_sentence(subtests: pytest.Subtests) -> None:
+    for words, parts in MISTAKES.items():
+        with subtests.test(words[:60]):
+            said = refusal(*TINY, *words.split(" "))
+            assert "\n" not in said
+            assert_says(said, *parts)
+
+
+def test_a_mistake_is_told_and_leaves_nothing(call: Call, subtests: pytest.Subtests) -> None:
+    for words, parts in TYPED.items():
+        with subtests.test(words[:60]):
+            assert_refused(call(*TINY, *words.split(" ")), *parts)
 
 
 # The same in sweeps, where one wrong point stops all, before the first.
 SWEPT_MISTAKES = {
-    "precision=fp32,nope": ["precision=nope: must be one of"],
     "ckpt=every1 ckpt.every=1,0": ["ckpt.every=0: must be at least 1"],
     "train.steps=1,abc": ["train.steps='abc': must be a whole number"],
+    "seed=1,${nope}": ["nope", "not found"],
+    "seed=range(": ["seed=range(: Hydra can't read this value"],
+    "seed=1,2 eval.metrics=[tests.yours.nowhere]": ["eval.metrics='tests.yours.nowhere': must be the dotted name"],
+    "precision=fp32,nope": ["precision=nope: must be one of"],
     "seed=1,2 ~precision": ["precision='~'", "can't be removed; leave it at its default"],
     "seed=1,2 name=../../x": ["name='../../x': must be"],
-    "seed=1,${nope}": ["nope", "not found"],
     "seed=1,???": ["seed='???': must be given a value"],
-    "seed=range(": ["seed=range(: Hydra can't read this value"],
     "seed=1,2 resume=last": ["resume='last': must be typed without -m"],
     "seed=1,2 callbacks=[tests.yours.Nobody]": ["callbacks='tests.yours.Nobody': must be the dotted name"],
-    "seed=1,2 eval.metrics=[tests.yours.nowhere]": ["eval.metrics='tests.yours.nowhere': must be the dotted name"],
 }
 
 
-@pytest.mark.parametrize(("words", "parts"), SWEPT_MISTAKES.items(), ids=list(SWEPT_MISTAKES))
+@pytest.mark.parametrize(("words", "parts"), first_of(list(SWEPT_MISTAKES.items()), 5))
 def test_a_mistake_in_one_point_stops_a_sweep_before_the_first(call: Call, words: str, parts: list[str]) -> None:
     assert_refused(call("-m", *TINY, *words.split(" ")), *parts)
 
@@ -179,7 +204,8 @@ BROKEN_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN_TEXTS)
+@pytest.mark.parametrize("fault", first_of(list(BROKEN_TEXTS)))
+@pytest.mark.slow
 def test_text_that_cannot_be_used(call: Call, tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
     path = tmp_path_factory.mktemp("data") / "a.txt"
     break_it, parts = BROKEN_TEXTS[fault]
@@ -204,11 +230,13 @@ def image_words(folder: Path) -> list[str]:
     return [*words, "data=imagefolder", "data.image_size=16", f"data.path={folder}"]
 
 
+@pytest.mark.slow  # tests/data/test_imagefolder.py asks without processes
 def test_an_image_that_is_none_is_found_before_the_first_tensor(call: Call, images: Path) -> None:
     (images / "red" / "broken.png").write_text("I am not an image")
     assert_refused(call(*image_words(images)), "data.path", "broken.png", "can't be read")
 
 
+@pytest.mark.slow
 def test_an_image_that_fails_when_it_is_decoded_ends_the_point_by_its_name(call: Call, images: Path) -> None:
     bent = bytearray((images / "red" / "0.png").read_bytes())
     bent[len(bent) // 2] ^= 255
@@ -222,6 +250,7 @@ def test_an_image_that_fails_when_it_is_decoded_ends_the_point_by_its_name(call:
 
 
 @pytest.mark.parametrize("name", first_of(["a=b,~", "it's (a)", 'say "x"']))
+@pytest.mark.slow
 def test_any_path_works_when_it_is_quoted(call: Call, tmp_path: Path, name: str) -> None:
     """As the sentence about it says."""
     folder = tmp_path / name

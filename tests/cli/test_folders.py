@@ -48,6 +48,7 @@ def thesis(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", REFUSED)
 @pytest.mark.parametrize("folder", ["thesis", "."])
 def test_a_refused_run_leaves_a_folder_as_it_was(
@@ -58,6 +59,7 @@ def test_a_refused_run_leaves_a_folder_as_it_was(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_refused_run_removes_the_folders_that_it_made_and_no_others(call: Call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("empty", "new/folder", "empty/new"):
@@ -66,6 +68,7 @@ def test_a_refused_run_removes_the_folders_that_it_made_and_no_others(call: Call
 
 
 @pytest.mark.parametrize("words", first_of(["optimizer.lr=nan", "precision=fp61", "seed=0 train.batch_size=-1"]))
+@pytest.mark.slow
 def test_a_refused_sweep_leaves_a_folder_as_it_was(call: Call, tmp_path: Path, thesis: Path, words: str) -> None:
     before = tree(tmp_path)
     for folder in ("thesis", ".", "new/one"):
@@ -150,6 +153,7 @@ def test_rows_of_other_points_are_never_taken(call: Call, tmp_path: Path) -> Non
     assert again.code == 0
 
 
+@pytest.mark.slow
 def test_a_point_that_was_killed_is_not_continued_as_another(call: Call, tmp_path: Path) -> None:
     """It has left no row, but its marker tells."""
     words = ("-m", *TINY, "hydra.sweep.dir=s", "hydra.sweep.subdir=here")

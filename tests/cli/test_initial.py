@@ -159,6 +159,7 @@ def test_what_can_not_be_pruned_is_refused_in_a_sentence(call: Call, exported: P
     assert not (tmp_path / "outputs" / "pruned").exists()
 
 
+@pytest.mark.slow
 def test_data_that_are_gone_are_named(call: Call, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes jack a dull boy\n" * 200)

@@ -79,7 +79,12 @@ def names_of_bases(nodes: Iterable[ast.AST]) -> set[str]:
     """What other modules of ours give names with an underscore, where classes are imported: one may be a base."""
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     paths = [ROOT / f"{module.replace('.', '/')}.py" for module in modules if module.startswith("lowvram.")]
-    return {name for path in paths if path.is_file() for name in own_private_names(nodes_of(path.read_text()))}
+    return set[str]().union(*map(names_given_in, paths))
+
+
+@cache
+def names_given_in(path: Path) -> set[str]:
+    return own_private_names(nodes_of(path.read_text())) if path.is_file() else set()
 
 
 @cache

@@ -29,6 +29,7 @@ def to_grow(folder: Path, name: str, how: GrowthKind = GrowthKind.stack) -> Sess
     return replace(session, settings=replace(session.settings, grow=replace(GROW, how=how)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", GrowthKind)
 @pytest.mark.parametrize("name", ["transformer", "resnet"])
 def test_a_deeper_model_is_written(tmp_path: Path, name: str, how: GrowthKind) -> None:
@@ -66,6 +67,7 @@ def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path, name: st
     assert all(inner[name.split(".", 2)[-1]] is dtype for name, dtype in after.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", GrowthKind)
 def test_a_deeper_model_of_transformers_is_written(
     tmp_path: Path, how: GrowthKind, capsys: pytest.CaptureFixture[str]

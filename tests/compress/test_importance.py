@@ -65,6 +65,7 @@ def mean_loss(rig: Rig, batch: Part) -> Tensor:
     return rig.criterion(rig.forward(batch), batch) / rig.total([batch])
 
 
+@pytest.mark.sampled(2)
 @model_of
 @pytest.mark.parametrize("parts", [1, 2])
 def test_taylor_is_the_slope_of_the_loss_as_the_unit_fades(name: str, parts: int) -> None:
@@ -114,6 +115,7 @@ def test_magnitude_is_the_norm_of_what_writes_and_reads_the_unit(name: str) -> N
     assert float(scores[-1][unit]) == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("importance", [Magnitude(), Wanda(), Taylor()])
 @model_of
 def test_a_unit_that_does_nothing_is_the_least_important(importance: Magnitude | Wanda | Taylor, name: str) -> None:

@@ -63,6 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "importance"),
     [

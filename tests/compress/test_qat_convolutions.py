@@ -228,6 +228,7 @@ def test_a_model_without_linear_layers_is_refused_what_rounds_those_alone(qat: A
         assemble(PROBLEMS["resnet"], knobs_of(qat=qat), CPU)
 
 
+@pytest.mark.slow
 def test_a_resnet_trains_from_the_command_line(call: Callable[..., Outcome]) -> None:
     tiny_resnet = ["model=resnet", "model.layers=[1]", "model.width=8", "data=synthetic", "data.image_size=8"]
     outcome = call(*tiny_resnet, "qat=int8", "train.steps=2", "train.batch_size=8", "data.eval_samples=8")

@@ -249,7 +249,7 @@ def test_the_two_largest_of_four_stay_and_of_equal_ones_the_first() -> None:
 FP16: Choices = {"stepping": "in_backward", "precision": "fp16"}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("option", "choices"), [*((option, {}) for option in OFTEN), ("rigl", FP16), ("movement", FP16)], ids=str
 )
@@ -283,6 +283,7 @@ def test_zeros_stay_where_a_resumed_run_has_more_steps(option: str) -> None:
         assert all(not weight[masked].any() for weight, masked in masked_in(longer).values())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("choices", [{}, {"precision": "fp16", "depth": "layer_drop"}], ids=str)
 @pytest.mark.parametrize("option", OFTEN)
 def test_a_run_that_ends_with_other_masks_than_it_promises_says_so(option: str, choices: Choices) -> None:
@@ -326,6 +327,7 @@ def test_all_ranks_have_the_same_masks_as_one() -> None:
 # What it costs, and what is refused.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("option", "problem"), [*((option, "resnet") for option in OFTEN), ("movement", "transformer")]
 )
@@ -411,6 +413,7 @@ def test_values_out_of_range_are_refused(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_with_fewer_steps_says_which_share_it_has(call: Any) -> None:
     words = (*TINY, "sparsity=magnitude", "sparsity.every=1", "sparsity.begin=0")
     stopped = call(*words, "train.steps=20", "name=term@6")

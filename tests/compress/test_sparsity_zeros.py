@@ -55,6 +55,7 @@ UPDATES: dict[str, Choices] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("choices", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("option", ["magnitude", "rigl"])
 def test_masked_weights_are_zero_after_each_update(option: str, choices: Choices) -> None:

@@ -94,6 +94,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return Exact.starts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_the_sums_are_those_of_whole_gradients(make: partial[Problem], clip: float | None, starts: list[int]) -> None:
@@ -150,6 +151,7 @@ def test_a_saved_state_continues_to_the_bit(sums: SumsIn) -> None:
     assert relative_error(dict(whole.model.named_parameters()), dict(other.model.named_parameters())) == 0
 
 
+@pytest.mark.sampled(2)
 @EACH
 @pytest.mark.parametrize("init_scale", [65536.0, 2.0**31])
 def test_fp16_skips_the_same_steps(sums: SumsIn, init_scale: float) -> None:
@@ -164,6 +166,7 @@ def test_fp16_skips_the_same_steps(sums: SumsIn, init_scale: float) -> None:
 # Memory
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sums", "clip", "tied"), [(SumsIn.int8, 0.3, True), (SumsIn.int8, None, False), (SumsIn.bf16, None, True)]
 )

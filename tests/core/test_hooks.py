@@ -19,6 +19,7 @@ COMPILED = {("ckpt", "compiler"), *(pair for pair in KNOBS if pair[0] == "compil
 ALL = sorted(set(KNOBS) - COMPILED)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("group", "option"), ALL, ids=[f"{group}={option}" for group, option in ALL])
 def test_a_rig_that_is_gone_leaves_no_parameter(group: str, option: str) -> None:
     if missing_here((group, option)):

@@ -162,6 +162,7 @@ def test_gradients_that_accumulate_are_gradients() -> None:
 # The same run gives the same bytes.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choices", [{}, {"ckpt": "every1", "accum": "x4", "precision": "bf16", "optimizer": "sgd"}])
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 def test_three_runs_are_equal_to_the_byte(problem: str, choices: dict[str, str | Knob]) -> None:

@@ -74,6 +74,7 @@ def test_complex_weights_train_as_with_torch(kind: str, clip: float | None) -> N
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_optimizer_trains_every_kind() -> None:
     for option in sorted({*options_of("optimizer")} - {"external"}):
         for kind, start in KINDS.items():

@@ -210,6 +210,7 @@ def steps(model: Callable[[], nn.Module], block: str, knobs: str) -> tuple[nn.Mo
     return made, losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", MODELS)
 def test_a_block_is_computed_again_as_it_was_first(block: str) -> None:
     wanted, losses = steps(MODELS[block], block, "ckpt=none")
@@ -290,6 +291,7 @@ class Clamping(Net):
         return self.head(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [Iterating, Slotted, Closure, Writing], ids=lambda each: each.__name__)
 def test_a_block_that_computes_something_else_again_is_refused(block: type[Mlp]) -> None:
     for knobs in CKPT:

@@ -89,6 +89,7 @@ def gradients(model: Model, num_passes: int = 1) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_passes", [1, 2])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize("kind", MODELS)

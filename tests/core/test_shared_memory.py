@@ -121,6 +121,7 @@ def trained_by_a_plain_loop(kind: Any, batch: Part) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Tied, Sliced, Apart])
 @pytest.mark.parametrize("way", ["cli", "api"])
 def test_the_tie_is_kept_or_refused(kind: Any, way: str) -> None:

@@ -46,13 +46,10 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Worker
 
 @needs_compiler
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("kind", "numbers"), [("kills", 1), ("writes", 2), ("flips", 2), ("configurations", 1), ("hostile", 2)]
-)
-def test_a_sample_of_each_kind(worker: campaign.Worker, kind: str, numbers: int) -> None:
-    for number in range(1, numbers + 1):
-        one = worker.make(kind, number, WHAT)
-        assert not one["problems"], campaign.describe(one, WHAT)
+@pytest.mark.parametrize("kind", ["kills", "writes", "flips", "configurations", "hostile"])
+def test_a_sample_of_each_kind(worker: campaign.Worker, kind: str) -> None:
+    one = worker.make(kind, 1, WHAT)
+    assert not one["problems"], campaign.describe(one, WHAT)
 
 
 @needs_compiler

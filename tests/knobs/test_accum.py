@@ -79,7 +79,7 @@ def test_batch_norm_is_reported() -> None:
     assert Parts(4).caveat(PROBLEMS["transformer"].make_model()) is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("problem", ["transformer", "resnet_group"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_four_parts_have_the_loss_history_of_the_whole_batch(problem: str, optimizer: str) -> None:

@@ -57,6 +57,7 @@ def steps_of(values: Tensor, bits: int) -> Tensor:
     return (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / (2**bits - 1)
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_a_number_becomes_one_of_its_two_neighbours_right_on_average(bits: int, scale: float) -> None:
@@ -261,7 +262,7 @@ def test_offloaded_codes_are_the_same_codes(offload: str) -> None:
 # Steps
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_forward_pass_is_exact_and_gradients_are_right_on_average(bits: int, problem: str) -> None:
@@ -315,7 +316,7 @@ def test_two_passes_over_one_graph_read_the_same_numbers() -> None:
     assert relative_error(found.gradients, wanted.gradients) < 1e-6
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @MODELS
 @pytest.mark.parametrize(
     "others", [{}, {"ckpt": "every2"}, {"offload": "activations"}, {"precision": "bf16", "accum": "x2"}], ids=str

@@ -309,6 +309,7 @@ def test_packing_takes_one_wide_weight_and_the_plan_sees_it() -> None:
     assert last_bytes + 0.9 * widest_bytes < sums.by_phase[Phase.BUILD] < last_bytes + 2 * widest_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_wide_weight_is_kept_for_the_backward_pass(precision: str) -> None:
     lora, qlora = (

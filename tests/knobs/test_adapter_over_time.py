@@ -348,6 +348,7 @@ def test_weights_on_the_host_train_in_turns_to_the_bit(adapter: Knob, problem: s
     assert equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "problem"), [(EACH_STEP[1], "transformer"), (EACH_STEP[2], "resnet_group")])
 def test_several_ranks_train_the_same_blocks(adapter: Knob, problem: str) -> None:
     choices = [knobs_of(adapter=adapter, sharding=sharding, optimizer="sgd") for sharding in ("ddp", "fsdp")]
@@ -371,6 +372,7 @@ def test_torchscript_follows(problem: str) -> None:
     assert equal(one, other)
 
 
+@pytest.mark.slow
 def test_without_same_params() -> None:
     """A whole model would be compiled for each choice of what trains; blocks need a few graphs for all choices."""
 

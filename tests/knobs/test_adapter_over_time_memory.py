@@ -79,7 +79,7 @@ def possible(adapter: OverTime, num_blocks: int) -> Iterable[frozenset[int]]:
     return {adapter.active(step, num_blocks, seed=0) for step in range(0, 80 * 20, 20)}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("problem", "batch_size"), first_of([(one, size) for size in (64, 2) for one in UNEVEN], 2))
 @pytest.mark.parametrize(
     "adapter", [Lisa(1), Lisa(2), BAdam(), BAdam(2), BAdam(ends=False), BAdam(2, order=Order.ascending), Progressive()]
@@ -100,7 +100,7 @@ def test_no_step_takes_more_than_the_one_that_is_measured(adapter: OverTime, pro
         assert peak.peak_bytes <= largest, active
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("problem", LARGER)
 @pytest.mark.parametrize("adapter", [Lisa(1), BAdam(), Progressive(frozen=2)])
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.medium
 NUM_STEPS = 20
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("problem", "precision"),
     first_of([(one, precision) for precision in ("bf16", "fp32") for one in ("transformer_dropout", "resnet")], 2),

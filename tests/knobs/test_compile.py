@@ -319,7 +319,7 @@ def test_without_every_operator() -> None:
 # TorchScript
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", ["none", "activations"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_trace_has_the_numbers_of_an_eager_model(problem: str, offload: str) -> None:

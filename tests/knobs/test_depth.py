@@ -372,6 +372,7 @@ def test_zeroth_order_draws_once_a_step() -> None:
 # Facts
 
 
+@pytest.mark.slow
 def test_without_every_block() -> None:
     """A whole model would be compiled for each draw."""
     rig, graphs = rig_of("transformer", depth=DROP), list[object]()

@@ -222,7 +222,7 @@ def test_classes_derived_from_layer_norm_stay() -> None:
     assert "forward" in vars(block.attention_norm)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "others",
     [
@@ -247,7 +247,7 @@ def test_with_other_knobs_gradients_are_the_same(others: dict[str, str | Knob]) 
     assert 0 < relative_error(found.gradients, wanted.gradients) < 2e-6
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("others", [{}, {"ckpt": "every1"}, {"precision": "bf16_pure"}], ids=str)
 @pytest.mark.parametrize("kind", ["transformer", "llama"])
 def test_the_plan_is_what_is_measured(kind: str, others: dict[str, str | Knob]) -> None:

@@ -184,7 +184,7 @@ ELSEWHERE: Choices = {"offload": "parameters"}
 IN_TILES: Choices = {**ELSEWHERE, "logits": TILES}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("whole", "stopped", "resumed"),
     [({}, ELSEWHERE, {}), ({}, {}, ELSEWHERE), ({}, ELSEWHERE, ELSEWHERE), (IN_TILES, IN_TILES, IN_TILES)],

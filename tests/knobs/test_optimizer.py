@@ -173,6 +173,7 @@ def insides(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("option", OPTIONS["optimizer"])
 def test_one_optimizer_per_parameter_does_what_one_for_all_does(option: str) -> None:
     """As when each gradient is used as it is born."""
@@ -201,6 +202,7 @@ def test_a_learning_rate_of_zero_changes_nothing(option: str) -> None:
         assert all((not torch.equal(*two)) is changes for two in zip(before, rig.trainable, strict=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("option", OPTIONS["optimizer"])
 def test_every_optimizer_clips_skips_and_learns(option: str) -> None:
     """With parts, a loss scale that is too large at first, and clipping: it fits one batch better and better."""

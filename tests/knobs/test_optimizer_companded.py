@@ -55,7 +55,7 @@ def weights_after(option: str, problem: str) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in rig.model.named_parameters()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @EACH
 @pytest.mark.parametrize("problem", WIDE)
 def test_weights_go_nearly_where_those_of_fp32_states_go(option: str, problem: str) -> None:

@@ -221,6 +221,7 @@ def test_what_an_update_depends_on_is_found_by_trying(target: str, needs: set[Fa
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.slow
 def test_how_large_steps_are_does_not_matter_to_the_trial() -> None:
     """Small changes of weights near 1 look alike, whatever they depend on; and thresholds lie anywhere."""
     cases = [(f"{OWN}.OfRows", None, (True, False)), (f"{OWN}.SharedNorm", None, (False, False))]

@@ -162,6 +162,7 @@ NORMS_BYTES = 2048  # partial sums of the gradients' norms, which a card takes, 
 BATCH_BYTES = 512  # which waits in the host's memory if there is a card
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("option", "each_bytes"), [("8bit", 0), ("4bit", 24)])
 def test_a_plan_for_a_card_has_what_updates_take(option: str, each_bytes: int) -> None:
     problem = Auto().pose(TransformerConfig(1, 64, 2, 8), DataSpec(Modality.TOKENS, 20_000, (8,)))

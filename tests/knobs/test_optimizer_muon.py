@@ -112,6 +112,7 @@ def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
     return whole(model.weight).float()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ranks_make_the_whole_matrix_orthogonal(dtype: torch.dtype) -> None:
     """Not each rank its own rows: those would lie 0.3 away."""

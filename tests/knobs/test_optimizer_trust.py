@@ -176,6 +176,7 @@ def test_bytes_of_states_are_those_of_sgd_and_adamw(option: str, each: int, mode
         assert held == each * parameter.numel()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("knob", [LARS(), LAMB()], ids=["lars", "lamb"])
 @pytest.mark.parametrize("rounding", [None, Stochastic(), Split(8)], ids=["fp32", "stochastic", "split"])
 def test_an_update_needs_a_few_pieces_in_fp32(

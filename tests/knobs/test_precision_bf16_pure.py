@@ -142,6 +142,7 @@ def curve(precision: str | Knob, optimizer: str | Knob, device: torch.device = C
     "optimizer",
     first_of(["adamw", "adamw_8bit", "sgd", "adafactor", "muon", "apollo", "galore", "sinkgd", "adam_mini"]),
 )
+@pytest.mark.slow
 def test_it_learns_as_fp32_does(optimizer: str, device: torch.device) -> None:
     wanted = curve("fp32", optimizer, device)
     assert wanted[-1] < 0.8 * wanted[0]

@@ -180,6 +180,7 @@ def test_bytes_of_a_parameter(choices: dict[str, str | Knob], num_bytes: float) 
         [(model, stepping) for model in ("transformer", "resnet") for stepping in ("in_backward", "after_backward")]
     ),
 )
+@pytest.mark.slow
 def test_a_plan_is_what_is_measured(problem: str, stepping: str) -> None:
     task = PROBLEMS[problem]
     for optimizer in ("adamw", "adamw_companded", "sgd_companded", "muon_companded"):
@@ -253,6 +254,7 @@ def gathered_everywhere(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", first_of(["bf16_split", "bf16_pure"]))
+@pytest.mark.slow
 def test_shards_are_saved_and_loaded(precision: str) -> None:
     for found, wanted in on_ranks(resumed_on_ranks, precision):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -262,6 +264,7 @@ def losses_on_ranks() -> list[Tensor]:
     return trained("after_backward", sharding="fsdp")[0]
 
 
+@pytest.mark.slow
 def test_shards_train_as_whole_weights_do() -> None:
     wanted, _ = trained("after_backward")
     for losses in on_ranks(losses_on_ranks):

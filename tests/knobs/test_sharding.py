@@ -191,6 +191,7 @@ def holders_of_what_is_gathered(times: int) -> set[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_nothing_lives_on_that_was_gathered_for_a_moment() -> None:
     """Left to itself gloo holds one of five a moment too long, and peaks would be now one thing and now another."""
     for seen in on_ranks(holders_of_what_is_gathered, 50):

@@ -79,7 +79,7 @@ def played_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_sums, "link_to", CudaLink)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("most_bytes", [0, 3000])
 @pytest.mark.parametrize(
     ("stepping", "plain"),

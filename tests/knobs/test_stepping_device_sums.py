@@ -60,7 +60,7 @@ def test_gradients_are_those_of_a_plain_loop_up_to_few_bits(sums: SumsIn, proble
     torch.testing.assert_close(found.updates[0].grad_norm, wanted.updates[0].grad_norm, rtol=BAND[sums], atol=0)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @EACH
 @pytest.mark.parametrize("problem", WIDE)
 def test_they_take_few_bytes_and_nothing_goes_to_the_host(sums: SumsIn, problem: str) -> None:

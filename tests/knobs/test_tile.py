@@ -242,6 +242,7 @@ def test_an_external_model_names_its_own() -> None:
     assert 0 < error <= BAND
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("bert", 0.0)])
 def test_models_of_transformers(kind: str, dropout: float) -> None:
     """With dropout inside the MLP, chunks draw other masks: the loss is about the same, and all is finite."""
@@ -291,6 +292,7 @@ COMPILED = first_of([("blocks", {"ckpt": "every1"}), ("blocks", {}), ("model", {
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(("option", "choices"), COMPILED, ids=str)
+@pytest.mark.slow
 def test_the_compiler_takes_it_as_one_graph(option: str, choices: dict[str, str]) -> None:
     """Else the rest of the block would silently run uncompiled."""
     counters.clear()
@@ -301,6 +303,7 @@ def test_the_compiler_takes_it_as_one_graph(option: str, choices: dict[str, str]
     assert relative_error(found.gradients, wanted.gradients) <= KNOBS["compile", option].band
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_blocks_keep_less() -> None:
     batch = make_batch(TASK.spec, 32)

@@ -55,6 +55,7 @@ def trained(tile: str | Knob, task: Problem | InDouble = TASK, **choices: str | 
 # Numbers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "band"), [(torch.float32, BAND), (torch.float64, 1e-12)], ids=str)
 @pytest.mark.parametrize("problem", ["transformer", "resnet_group", "resnet_frozen"])
 @pytest.mark.parametrize("samples", [1, 10])
@@ -91,6 +92,7 @@ def test_each_gradient_arrives_once(clip: float | None) -> None:
     assert calls == dict.fromkeys(dict(rig.model.named_parameters()), 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 def test_number_formats_stay_in_their_bands(precision: str) -> None:
     wanted = trained("none", InDouble(TASK)).gradients
@@ -129,6 +131,7 @@ def test_dropout_draws_the_same_masks_in_both_passes() -> None:
 # Models of others
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "modality"), [("gpt2", "TOKENS"), ("llama", "TOKENS"), ("bert", "LABELLED_TOKENS")])
 def test_models_of_transformers(kind: str, modality: str) -> None:
     spec = TOKENS if modality == "TOKENS" else DataSpec(Modality[modality], 5, (8,), vocab_size=300)
@@ -192,6 +195,7 @@ def test_it_saves_more_than_recomputing_whole_blocks() -> None:
     assert tiled <= 0.6 * recomputed <= 0.3 * all_kept
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choices", [{}, {"ckpt": "every1", "stepping": "in_backward"}, {"precision": "bf16"}], ids=str)
 def test_a_plan_is_right_to_the_byte(choices: dict[str, str]) -> None:
     knobs: dict[str, Any] = {**choices, "tile": TiledBlocks(3)}
@@ -202,6 +206,7 @@ def test_a_plan_is_right_to_the_byte(choices: dict[str, str]) -> None:
 # With others
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_blocks_learn_the_same() -> None:
     found = train(TASK, knobs_of(compile="blocks", tile=TiledBlocks(16)), [32])

@@ -159,6 +159,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "wanted", "method"),
     [

@@ -60,6 +60,7 @@ def test_a_snapshot_holds_what_trains_alone(make_session: MakeSession, adapter: 
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("problem", ["transformer", "resnet", "resnet_frozen"])
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def test_frozen_weights_and_samples_that_changed_are_named() -> None:
     assert line.startswith("the data aren't those of the snapshot (other samples)")
 
 
+@pytest.mark.slow  # the test above is quicker
 def test_a_file_that_grows_is_told(call: Callable[..., Outcome], tmp_path: Path) -> None:
     text = tmp_path / "grow.txt"
     text.write_text("".join(f"line {n} of a text\n" for n in range(300)))

@@ -25,6 +25,7 @@ from lowvram.loops.train import Train
 from lowvram.results.files.run_folder import snapshots_in
 from lowvram.results.metric_lines import read_lines
 from tests.loops.sessions import Told
+from tests.tiers import first_of
 
 MakeSession = Callable[..., Session]
 Patch = pytest.MonkeyPatch
@@ -144,28 +145,32 @@ def test_a_line_that_cannot_be_written_loses_no_step_and_no_line(
     assert "missing" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", first_of([ValueError("broken"), SystemExit(3)]), ids=["error", "exit"])
 @pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS)
 def test_an_error_in_a_step_loses_no_step(
-    make_session: MakeSession, breaks: Breaks, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    make_session: MakeSession,
+    breaks: Breaks,
+    error: BaseException,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of whatever class: code of the user's may call sys.exit. And the evaluation that failed is made up."""
     about: dict[str, Any] = {"problem": "transformer_dropout", "eval_every": 3, "choices": {"activations": "int8"}}
     wanted = Told()
     Train().run(whole := make_session(told=wanted, **about))
     expected = weights(whole)
-    for error in (ValueError("broken"), SystemExit(3)):
-        for path in snapshots_in(whole.folder / "snapshots"):
-            path.unlink()
-        before, after = Told(), Told()
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
-            Train().run(breaks(make_session(told=before, **about), patch, error))
-        assert [path.name.partition(".")[0] for path in snapshots_in(whole.folder / "snapshots")] == ["step_00000003"]
-        what = "the evaluation after step 3" if breaks is in_evaluation else f"step {FAILING}"
-        assert f"{what} has failed; step 3 is saved\n" in capsys.readouterr().err
-        Train().run(make_session(told=after, is_resumed=True, **about))
-        for name in ("loss/train", "loss/eval"):
-            assert before.values(name) + after.values(name) == wanted.values(name)
-        torch.testing.assert_close(weights(whole), expected, rtol=0, atol=0)
+    for path in snapshots_in(whole.folder / "snapshots"):
+        path.unlink()
+    before, after = Told(), Told()
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        Train().run(breaks(make_session(told=before, **about), patch, error))
+    assert [path.name.partition(".")[0] for path in snapshots_in(whole.folder / "snapshots")] == ["step_00000003"]
+    what = "the evaluation after step 3" if breaks is in_evaluation else f"step {FAILING}"
+    assert f"{what} has failed; step 3 is saved\n" in capsys.readouterr().err
+    Train().run(make_session(told=after, is_resumed=True, **about))
+    for name in ("loss/train", "loss/eval"):
+        assert before.values(name) + after.values(name) == wanted.values(name)
+    torch.testing.assert_close(weights(whole), expected, rtol=0, atol=0)
 
 
 LOST: dict[str, tuple[dict[str, str | Knob], Breaks, str]] = {

@@ -31,6 +31,7 @@ from lowvram.loops.train import Train, TrainingRun
 from lowvram.results.metric_lines import read_lines, to_line
 from tests.laboratory import relative_error
 from tests.loops.sessions import Told
+from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
@@ -51,6 +52,7 @@ def losses(told: Told) -> list[tuple[int, float]]:
     return told.values("loss/train")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
@@ -212,8 +214,9 @@ def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession)
 FORGED = ("text", [], {}, 2.5, torch.zeros(2, 2), [{"param_groups": None}])
 
 
+@pytest.mark.parametrize("value", first_of(FORGED, 2))
 def test_what_a_forged_snapshot_holds_is_taken_or_refused(
-    make_session: MakeSession, capsys: pytest.CaptureFixture[str]
+    make_session: MakeSession, capsys: pytest.CaptureFixture[str], value: Any
 ) -> None:
     """Whatever is in it, and however right its hash: one sentence instead of a traceback."""
     with pytest.raises(Interrupted):
@@ -223,17 +226,16 @@ def test_what_a_forged_snapshot_holds_is_taken_or_refused(
     whole, num_refused = torch.load(saved, weights_only=True), 0
     saved.unlink()
     for key in whole.keys() - {"run"}:
-        for value in FORGED:
-            file = folder / "forged"
-            torch.save({**whole, key: value}, file)
-            file = file.rename(folder / f"step_00000002.{fingerprint(file)}.pt")
-            try:
-                Train().run(make_session(is_resumed=True, steps=3))
-            except (BadInput, Incompatible) as refusal:
-                num_refused += "\n" not in str(refusal)
-            for path in folder.iterdir():
-                path.unlink()
-    assert num_refused > 20, capsys.readouterr().out
+        file = folder / "forged"
+        torch.save({**whole, key: value}, file)
+        file = file.rename(folder / f"step_00000002.{fingerprint(file)}.pt")
+        try:
+            Train().run(make_session(is_resumed=True, steps=3))
+        except (BadInput, Incompatible) as refusal:
+            num_refused += "\n" not in str(refusal)
+        for path in folder.iterdir():
+            path.unlink()
+    assert num_refused > 7, capsys.readouterr().out
 
 
 def test_the_weights_that_are_left_are_those_that_were_evaluated(make_session: MakeSession) -> None:

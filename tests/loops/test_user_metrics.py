@@ -12,8 +12,9 @@ from lowvram.config.errors import BadInput
 from lowvram.loops.evaluate import evaluate
 from lowvram.loops.session import Session
 from lowvram.loops.user_metrics import Collected, MeanOverSamples, user_metrics
-from tests.calls import Outcome
+from tests.calls import TINY, Outcome
 from tests.loops.sessions import Drawn
+from tests.refusals import refusal
 from tests.yours import rightness
 
 NAMES = ["rightness", "mean_rightness", "Largest"]
@@ -75,8 +76,9 @@ def test_what_is_no_number_is_refused(make_session: Callable[..., Session]) -> N
         evaluate(make_session(metrics=["tests.yours.NoScore"]))
 
 
+@pytest.mark.slow  # quicker: an evaluation that fails, in test_rescue.py
 def test_what_was_trained_before_one_fails_can_be_resumed(call: Callable[..., Outcome]) -> None:
-    words = ("train.steps=2", "train.batch_size=4", "data.eval_samples=8", "logger=none", "snapshot.every_steps=1")
+    words = (*TINY, "train.steps=2", "snapshot.every_steps=1")
     run = call(*words, "eval.metrics=[tests.yours.no_number]", "hydra.run.dir=one")
     assert (run.code, run.row["status"]) == (1, "error"), run.said()
     assert "eval.metrics='tests.yours.no_number': must be a function that returns numbers" in run.row["reason"]
@@ -84,8 +86,7 @@ def test_what_was_trained_before_one_fails_can_be_resumed(call: Callable[..., Ou
 
 
 def test_from_the_command_line(call: Callable[..., Outcome]) -> None:
-    words = ("train.steps=2", "train.batch_size=4", "data.eval_samples=8", "logger=none")
-    run = call(*words, f"eval.metrics=[{','.join(METRICS)}]", "train.eval_every=1")
+    run = call(*TINY, "train.steps=2", f"eval.metrics=[{','.join(METRICS)}]", "train.eval_every=1")
     assert run.code == 0, run.said()
     assert run.row["eval"]["rightness"] == pytest.approx(run.row["eval"]["mean_rightness"])
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -93,19 +94,12 @@ def test_from_the_command_line(call: Callable[..., Outcome]) -> None:
     assert "rightness" in run.out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("eval.metrics=[a.accuracy]",), "eval.metrics=['accuracy']: must be a list of functions with other names"),
-        (("eval.metrics=[a.f1,b.f1]",), "eval.metrics=['f1', 'f1']: must be a list of functions with other names"),
-        (("eval.metrics=[tests.yours.rightness]", "logits=chunked"), "must be null with this option of logits"),
-    ],
-    ids=["an own name", "twice", "no outputs"],
-)
-def test_mistakes_are_one_sentence(call: Callable[..., Outcome], words: tuple[str, ...], said: str) -> None:
-    run = call("logger=none", *words)
-    assert run.code == 3
-    assert said in run.err
+def test_mistakes_are_one_sentence(call: Callable[..., Outcome]) -> None:
+    said = ": must be a list of functions with other names"
+    for names, twice in {"a.accuracy": ["accuracy"], "a.f1,b.f1": ["f1", "f1"]}.items():
+        assert refusal(*TINY, f"eval.metrics=[{names}]").startswith(f"eval.metrics={twice}{said}")
+    run = call(*TINY, "eval.metrics=[tests.yours.rightness]", "logits=chunked")
+    assert "must be null with this option of logits" in run.sentence
     assert not run.folders
 
 

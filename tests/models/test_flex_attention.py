@@ -252,6 +252,7 @@ def num_made(found: Trace) -> int:
     return sum(maker.startswith("near_attention in ") for maker in found.makers) // 2
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_card_has_its_operators() -> None:
     """Two in each of two steps, and one more where blocks are computed again and it isn't among what is kept."""
     assert num_made(planned(FLEX, CARD)) == 4

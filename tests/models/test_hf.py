@@ -236,6 +236,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_names_that_a_wrapper_has_changed_are_read(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = weights(folder)
@@ -264,6 +265,7 @@ LACKING: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", LACKING)
 def test_pretrained_weights_are_never_replaced_by_random_ones_unasked(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -352,6 +354,7 @@ CODES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CODES)
 def test_codes_that_nothing_explains_are_refused(kind: str, folder: Path) -> None:
     rewritten(folder, lambda tensors: {name: each for name, each in tensors.items() if name != NAME} | CODES[kind])

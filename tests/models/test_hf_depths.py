@@ -64,6 +64,7 @@ def made(model: nn.Module, spec: Any, grown: Grown) -> Any:
     return deep
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", CASES)
 def test_with_idle_blocks_a_model_computes_what_it_did(kind: str) -> None:
     config, (model, spec, inputs), grown = deeper(kind, IDENTITY)
@@ -85,6 +86,7 @@ def test_with_idle_blocks_a_model_computes_what_it_did(kind: str) -> None:
     assert not [name for name, weight in deep.named_parameters() if weight.grad is None]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", [STACK, INTERLEAVE])
 @pytest.mark.parametrize("kind", ["llama:grouped", "lfm2:mixed", "gpt2", "vit", "bert", "gpt_neox"])
 def test_copied_blocks_compute_what_the_old_ones_do(kind: str, how: GrowthKind) -> None:
@@ -105,6 +107,7 @@ def test_three_times_as_many() -> None:
     assert deeper("gpt2", STACK, factor=3)[2].config.args == {"n_layer": 9}
 
 
+@pytest.mark.slow
 def test_a_decoder_of_one_block_gets_deeper_too() -> None:
     assert deeper("bart:unequal", STACK)[2].config.args == {"encoder_layers": 4, "decoder_layers": 2}
 
@@ -154,6 +157,7 @@ def test_layers_that_do_not_suffice_are_noticed(monkeypatch: pytest.MonkeyPatch)
         deeper("gpt2", IDENTITY)
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64 as much as the model has; more for the deeper one where it has more than twice as many weights."""
     model: Any = trained(HfConfig(with_weights("gpt2"))).model

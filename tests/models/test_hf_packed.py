@@ -70,6 +70,7 @@ def error(kind: str, lengths: list[int]) -> float:
     return abs(loss_of(model, packed) - loss_of(model, collate(texts, keys)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", sorted(PACKED_KINDS))
 def test_a_kind_that_is_known_keeps_the_loss(kind: str) -> None:
     assert max(error(kind, WIDE), error(kind, NARROW)) <= 1e-6

@@ -86,6 +86,7 @@ def in_fp64(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, inputs)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", CASES)
 def test_sliced_and_masked_models_agree(kind: str) -> None:
     config, (model, spec, inputs), smaller = pruned(kind)
@@ -107,6 +108,7 @@ def test_sliced_and_masked_models_agree(kind: str) -> None:
     assert config.description != smaller.config.description
 
 
+@pytest.mark.slow
 def test_what_stays_is_told() -> None:
     assert pruned("gpt2")[2].left == [NO_SIZE]
     assert pruned("llama:grouped")[2].left == []
@@ -222,6 +224,7 @@ def test_a_head_that_starts_anew_is_refused() -> None:
         config.smaller(trained(config), 0.5, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama:grouped", "vit"])
 def test_the_planner_prices_the_smaller_model(kind: str) -> None:
     config, (_, spec, _), smaller = pruned(kind)

@@ -276,7 +276,7 @@ def most_activations(config: TransformerConfig, knobs: dict[str, Any]) -> tuple[
     return peak.by_kind_max[Kind.ACTIVATIONS], peak.peak_bytes
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("knobs", [{}, {"ckpt": "every1"}, {"precision": "bf16"}, {"tile": "blocks"}], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_plan_is_what_is_measured(knobs: dict[str, Any], dropout: float) -> None:

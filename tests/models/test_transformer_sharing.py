@@ -73,6 +73,7 @@ def test_sizes_are_what_the_arithmetic_says(changes: dict[str, Any], expected: i
     assert num_parameters(replace(GPT2, **changes)) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAVERS)
 def test_it_trains_like_any_other_with_recomputation_and_chunks(name: str) -> None:
     task = InDouble(problem(**SAVERS[name]))

@@ -43,6 +43,7 @@ def memory_of(model: str, accum: str = "none") -> StepMemory:
     return step_memory(traced(model, (), accum), traced(model, every, accum), names, UNKNOWN)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_of_traced_models_no_smaller_set_fits(model: str) -> None:
     """Each of the eight sets of three blocks is traced itself. As no rate is known, all blocks cost the same."""
@@ -63,6 +64,7 @@ def test_of_traced_models_no_smaller_set_fits(model: str) -> None:
     assert len(set(sizes)) >= 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_of_several_parts_the_last_one_counts(model: str) -> None:
     memory = memory_of(model, "x2")

@@ -48,7 +48,7 @@ def planned_bytes(task: Problem, num_samples: int) -> int:
     return trace(task, knobs_of(), num_samples, Target()).sums(is_steady=True).peak_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
@@ -57,7 +57,7 @@ def test_a_plan_holds_what_a_real_step_holds(kind: str, tmp_path: Path) -> None:
     assert planned_bytes(task, 4) == pytest.approx(real_bytes(task, make_batch(task.spec, 4)), rel=0.005)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs", "bart"])
 def test_a_plan_of_texts_that_are_masked_or_written_holds_it_too(kind: str) -> None:
     model = HfConfig(tiny(kind))
@@ -75,6 +75,7 @@ def test_a_recurrent_layer_keeps_what_a_real_one_keeps() -> None:
     assert planned_bytes(task, 8) == pytest.approx(real_bytes(task, make_batch(task.spec, 8)), rel=0.005)
 
 
+@pytest.mark.slow
 def test_rows_without_padding_are_planned_without_a_mask(tmp_path: Path) -> None:
     padded = problem("bert", tmp_path)
     whole = Auto().pose(padded.model, DataSpec(Modality.LABELLED_TOKENS, 5, (64,), 512, is_padded=False))

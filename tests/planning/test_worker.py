@@ -125,6 +125,7 @@ def test_the_margin_of_a_cpu_is_that_of_each_line() -> None:
     assert planned(*TINY, "plan.device=cpu", "plan.margin=0.2", "vram=1GiB")["margin"] == 0.2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("libraries_known")
 @pytest.mark.parametrize("words", [["precision=bf16"], ["optimizer=muon"], []])
 def test_products_in_16_bits_have_a_line_on_a_cpu(words: list[str]) -> None:
@@ -210,6 +211,7 @@ def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert planned(*words, planner=Planner(TraceCache(tmp_path))) == first
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -41,6 +41,7 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
+@pytest.mark.slow
 def test_an_agenda_keeps_what_each_item_found_and_runs_again_only_what_was_cut_off(lines: Path) -> None:
     given = Asked(lines, (), False, False)
     assert run_all(given, 60) == 1  # one was cut off, one failed

@@ -22,6 +22,7 @@ def point(folder: Path, timeout_s: float | None = None, max_seconds: float | Non
     return Point("id", "name", 0, folder, config, {}, None, {})
 
 
+@pytest.mark.slow
 def test_no_candidate_is_measured_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = list[float]()
 

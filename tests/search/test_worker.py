@@ -153,7 +153,7 @@ def test_an_option_that_the_model_can_not_have_is_ruled_out() -> None:
 
 
 def test_what_has_no_noise_scale_is_ruled_out_where_that_is_measured() -> None:
-    found = search(book("vram=1GiB", GROUPS, "train.noise_scale=true"), [])
+    found = search(book("vram=1GiB", "search.groups=[stepping,accum]", "train.noise_scale=true"), [])
     why = "train.noise_scale=true needs that every gradient is alive when the update runs, and stepping=in_backward"
     assert any(line.startswith(f"ruled out: stepping=in_backward: {why}") for line in found["account"])
     assert all("stepping" not in plan["changes"] for plan in found["ranking"])
@@ -164,6 +164,7 @@ def test_what_is_typed_stays() -> None:
     assert all(set(plan["changes"]) <= {"stepping", "logits"} for plan in found["ranking"])
 
 
+@pytest.mark.slow
 def test_lossy_options_are_tried_on_demand_alone() -> None:
     words = ("vram=1GiB", "search.groups=[precision]")
     account = search(book(*words), [])["account"]
@@ -207,6 +208,7 @@ def test_what_was_changed_of_an_option_holds_for_the_others_or_rules_them_out() 
     assert refused["accum", "none"].startswith("accum.parts=8: must be 1 with accum=none")
 
 
+@pytest.mark.slow
 def test_host_memory_is_capped_as_well() -> None:
     words = ("vram=4GiB", "search.groups=[offload]", "model.width=128", "data.sequence_length=128")
     assert all(plan["fits"] for plan in search(book(*words), [])["ranking"])

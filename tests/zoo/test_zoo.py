@@ -233,6 +233,7 @@ CASES = [(name, group) for name in IN_ORDER for group in GROUPS if GROUPS[group]
 COMPILED = [pair for pair in KNOBS if is_compiled(pair) and NEUTRAL[pair[0]] != pair[1] and not missing_here(pair)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "group"), first_of(CASES, sum(name in QUICK for name, _ in CASES)))
 def test_each_option_of_a_group(name: str, group: str) -> None:
     faults = {"=".join(pair): fault for pair in GROUPS[group] if (fault := fault_of(name, pair))}
@@ -246,6 +247,7 @@ def test_each_option_that_compiles(name: str, pair: Pair) -> None:
     assert fault_of(name, pair) is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", first_of(IN_ORDER, len(QUICK)))
 def test_what_a_model_lacks(name: str) -> None:
     model = ZOO[name].make()

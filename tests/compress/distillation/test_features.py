@@ -129,6 +129,7 @@ def test_parts_are_the_whole_batch(model: str, logits: str | ChunkedLogits) -> N
     assert relative_error(*first) < 2e-6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "choice", [{"ckpt": "every1"}, {"ckpt": "sqrt"}, {"offload": "activations"}, {"stepping": "in_backward"}]
@@ -146,6 +147,7 @@ def test_blocks_of_few_samples_at_a_time_are_compared_whole() -> None:
     assert relative_error(found.parameters, wanted.parameters) < 2e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["transformer", "resnet_group"])  # adapters freeze statistics of BatchNorm
 @pytest.mark.parametrize(
     "choice",
@@ -245,6 +247,7 @@ def larger(model: str, **sizes: Any) -> Problem:
     return Auto().pose(config, LARGER[model].spec)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "choice",

@@ -90,6 +90,7 @@ def test_a_student_learns_to_agree(model: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "choice",
@@ -126,6 +127,7 @@ def test_an_evaluation_asks_no_teacher() -> None:
     assert loss_of(rig, batch, torch.tensor(1)) != losses[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("logits", ["full", CHUNKED], ids=["full", "chunked"])
 @pytest.mark.parametrize("format", [TeacherFormat.fp32, pytest.param(TeacherFormat.bf16, marks=pytest.mark.slow)])

@@ -78,6 +78,7 @@ MASKED = DataSpec(Modality.MASKED_TOKENS, 300, (8,))
 VIT = DataSpec(Modality.IMAGES, 5, (3, 16, 16))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "spec", "logits"),
     [

@@ -240,6 +240,7 @@ def test_what_mixes_samples_without_nan_noticing() -> None:
         assert not [block for block in MIXING if is_found(block, dtype, device)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_no_false_alarms() -> None:
     blocks = dict(BLOCKS)

@@ -166,6 +166,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "is_found"), [(kind, kind != "t5") for kind in SPECS])
 def test_models_of_transformers(kind: str, is_found: bool) -> None:
     """The blocks of a T5 pass a bias that trains from one to the next."""

@@ -61,6 +61,7 @@ def test_what_was_to_be_compiled_and_was_not_is_an_error(
 
 
 @pytest.mark.parametrize("mode", first_of([Train(), Measure()]), ids=["train", "measure"])
+@pytest.mark.slow
 def test_a_compiled_run_has_memory_of_the_process_alone(
     make_session: MakeSession, mode: Train | Measure, quickly: None
 ) -> None:

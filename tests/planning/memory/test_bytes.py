@@ -32,6 +32,7 @@ def per_parameter(num_bytes: int) -> float:
     return num_bytes / NUM_PARAMETERS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("choices", "weights", "gradients", "state"),
     [
@@ -87,6 +88,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert sums.by_kind_max[Kind.OPTIMIZER] == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ranks_share_weights_gradients_and_state(num_ranks: int) -> None:
     sums = trace(PROBLEM, knobs_of(sharding="fsdp"), 8, Target(H100.card, num_ranks)).sums()

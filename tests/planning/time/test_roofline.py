@@ -108,6 +108,7 @@ def test_an_update_reads_and_writes_weights_and_state_once() -> None:
         assert update == pytest.approx(num_weights * (4 + 4 + 2 * 4 + 2 * 2 * per_moment), rel=0.03)
 
 
+@pytest.mark.slow
 def test_products_run_in_the_format_of_their_precision() -> None:
     for option, expected in (("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"), ("bf16_pure", "bf16")):
         assert formats_of(traced(PROBLEMS["transformer"], precision=option)) == {expected}
@@ -153,6 +154,7 @@ def test_a_device_that_is_better_in_one_thing_is_never_slower() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("option", ["none", "activations", "parameters"])
 def test_more_parts_are_never_faster(option: str) -> None:
     whole, parts = (traced(transformer(1), offload=option, accum=each) for each in ("none", "x4"))

@@ -137,6 +137,7 @@ def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
     assert found.requests([(2, -2, 7), (0, -1, 5)]) == [asked[0], (-1, 5, 0), *asked[1:4], (-2, 7, 0), *asked[4:]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit", "apollo", "galore"])
 def test_what_only_writes_values_is_the_same_where_it_is_worked_out(optimizer: str) -> None:
     task, knobs = PROBLEMS["transformer"], knobs_of(optimizer=optimizer, stepping=AfterBackward(clip=1.0))
@@ -318,6 +319,7 @@ def test_only_deaths_side_by_side_are_put_in_order() -> None:
     assert deaths_in_order(lines) == [(0, 8), (1, 8), (2, 8), (0, 0), (2, 0), (3, 8), (1, 0), (3, 0)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("accum", "parts"), [("none", 1), ("x4", 4), ("x32", 32)])
 def test_only_the_part_that_is_computed_lies_on_a_card(accum: str, parts: int) -> None:
     """The logical batch is in host memory; on a CPU, whose memory is the host's, it is all there."""
@@ -333,6 +335,7 @@ def rounded(batch: Part) -> int:
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in batch.tensors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_torchs_optimizers_update_lists_of_tensors_on_a_card_and_loop_on_the_host(name: str) -> None:
     def kinds(target: Target, stepping: str = "after_backward", **more: Any) -> Any:

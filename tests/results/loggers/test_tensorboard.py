@@ -157,6 +157,7 @@ print({{"torch", "tensorflow"}} & set(sys.modules))
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow  # the tests above are quicker, and test_all.py has both
 def test_a_run_of_both_loggers_and_its_continuation(call: Callable[..., Outcome]):
     words = [word for word in TINY if not word.startswith("logger")]
     outcome = call(*words, "logger=[wandb,tensorboard]", "ckpt=every2", "train.steps=4", "train.eval_every=2")

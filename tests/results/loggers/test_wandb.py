@@ -20,6 +20,7 @@ from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.loggers.wandb import RUN_ID_FILE, WandbRun, stored_run_id
 from lowvram.results.row import GIB, Row, empty_row, merge
 from tests.offline import inspect, records_of
+from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
@@ -172,6 +173,7 @@ def test_a_run_that_goes_on_in_another_process_is_one_run_without_a_step_twice(w
     assert [(row["step"], row["loss/train"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+@pytest.mark.slow
 def test_the_model_is_an_artifact_if_the_run_ended_well(without_account: Path):
     model = without_account / MODEL
     model.mkdir()
@@ -208,7 +210,7 @@ def test_a_model_that_is_gone_leaves_a_finished_run(without_account: Path):
     assert json.loads(inspect(upload, "--summary", "--json"))["state"] == "finished"
 
 
-@pytest.mark.parametrize("status", ["oom", "incompatible"])
+@pytest.mark.parametrize("status", first_of(["oom", "incompatible"]))
 def test_a_failed_point_is_a_failed_run(without_account: Path, status: str):
     recorder = start(without_account)
     recorder.finish(ended(status, reason="because"))
@@ -251,7 +253,7 @@ def test_ids_of_folders_of_one_name_differ(without_account: Path):
     assert len(ids) == 2
 
 
-@pytest.mark.parametrize("text", ["another-run\ncrc32 00000000\n", "a/b", ""])
+@pytest.mark.parametrize("text", first_of(["another-run\ncrc32 00000000\n", "a/b", ""]))
 def test_a_changed_id_is_told_and_not_used(without_account: Path, text: str):
     """The figures would go to another run."""
     start(without_account).finish(ended("interrupted"))
@@ -285,6 +287,7 @@ def test_disabled_means_nothing_at_all(without_account: Path, monkeypatch: pytes
     assert list(without_account.iterdir()) == []
 
 
+@pytest.mark.slow  # the next test is quicker
 def test_an_unreachable_server_costs_the_first_point_a_wait_and_nothing_else(
     without_account: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -317,7 +320,6 @@ import json, os, signal, sys
 from pathlib import Path
 from lowvram.config.parent_settings import LoggerSettings
 from lowvram.results.loggers.all import Loggers
-from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun
 from lowvram.results.row import empty_row, merge
 
@@ -342,6 +344,7 @@ print(json.dumps([first.notes[0], second.notes[0], second.uploads[0]]))
 """
 
 
+@pytest.mark.slow
 def test_the_death_of_its_service_ends_the_recording_not_the_point(without_account: Path):
     """In a process of its own, because W&B never waits for the service that it lost."""
     command = [sys.executable, "-c", DEATH, str(without_account)]

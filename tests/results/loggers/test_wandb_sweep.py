@@ -90,6 +90,7 @@ def draw(path: Path) -> None:
     Image.new("RGB", (8, 8)).save(path)
 
 
+@pytest.mark.slow
 def test_a_longer_sweep_goes_on_with_its_run(without_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowvram.results.report.figures.save_figures", lambda *_: [])
     for row in POINTS[:2]:

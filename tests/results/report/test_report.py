@@ -184,6 +184,7 @@ def test_plans_are_shown_as_plans(tmp_path: Path) -> None:
     assert sum(found.points("by_kind")[0]) == 1.0
 
 
+@pytest.mark.slow
 def test_two_hundred_points_are_soon_made_and_small(tmp_path: Path) -> None:
     leave(tmp_path, synthetic.grid(200), num_steps=1000)
     started_s = time.monotonic()
