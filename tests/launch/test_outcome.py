@@ -115,7 +115,7 @@ def test_a_hang_is_blamed_on_the_rank_that_had_to_be_killed(judge: Any) -> None:
 def test_of_two_that_had_to_be_killed_the_one_that_stood_still_is_blamed(judge: Any) -> None:
     _, reason = judge([ended(0), killed(1, "kill"), killed(2, "kill", is_stopped=True)], {0: CUT_OFF})
     assert reason.startswith("rank 2: ")
-    assert "stopped by a signal" in reason
+    assert "was suspended (SIGSTOP)" in reason
 
 
 def test_a_rank_that_hung_and_could_still_be_interrupted(judge: Any) -> None:

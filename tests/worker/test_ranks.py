@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_is_named_and_ended(start: Start, tmp_path: Path) -> N
         assert outcome.row["reason"].startswith(named), outcome.said()
         assert "Traceback" not in outcome.out + outcome.err
         call.wait_until_gone(1)
-    assert "stopped by a signal" in Outcome(1, "", "", tmp_path / "stop").row["reason"]
+    assert "was suspended (SIGSTOP)" in Outcome(1, "", "", tmp_path / "stop").row["reason"]
 
 
 @pytest.mark.slow
