@@ -52,6 +52,7 @@ class Recording:
         self.loggers = Loggers()
         self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
         self._earlier = EarlierLife.of(point)
+        self._row_before = rows.read(point.folder)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
         self._disturbed_row: Row | None = None  # of the measurement before this one
@@ -223,9 +224,9 @@ class Recording:
             rows.write(self.point.folder, row)
 
     def _has_result(self) -> bool:
-        """Whether the run's own process has written a row that stays."""
+        """Whether this run's own process has written a row that stays."""
         row = rows.read(self.point.folder)
-        return row is not None and rows.is_final(row) and (self._earlier is None or row != self._earlier.row)
+        return row is not None and rows.is_final(row) and row != self._row_before
 
     def unwritable(self, error: OSError) -> Row:
         """The row of a point whose results can't be written: the row says so, and the sweep goes on."""

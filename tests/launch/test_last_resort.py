@@ -144,6 +144,7 @@ def test_the_time_limit_holds_while_a_callback_blocks(start: Start, tmp_path: Pa
 def test_a_row_that_the_point_itself_has_written_stays(tmp_path: Path) -> None:
     """As where a callback blocks the program after the point's end."""
     recording = Recording.__new__(Recording)
+    recording._row_before = None
     recording.point, recording._earlier = Point("0" * 16, "n", 0, tmp_path, {}, {}), None
     recording._so_far = RowSoFar(recording.point)
     recording.abandon("interrupted", "ended by a third signal before it could save")
