@@ -28,15 +28,15 @@ class EarlierLife:
     """The run as its last program left it."""
 
     folder: Path
-    row: Row
+    row: Row | None  # None: it left none, or one of before its last steps
     notes: Notes
     files: Mapping[str, bytes | None]  # what the run that goes on changes at once, by name; None: there is none
     snapshots: Collection[str]  # names of files; each has the hash of its bytes
 
     @classmethod
     def of(cls, point: Point) -> EarlierLife | None:
-        """That of a point; None if it isn't resumed, or if the last program left no row."""
-        if point.earlier is None:
+        """That of a point; None if it isn't resumed."""
+        if not point.is_resumed:
             return None
         files = {name: bytes_of(point.folder / name) for name in CHANGED}
         return cls(point.folder, point.earlier, read_notes(point.folder), files, names_of_snapshots(point.folder))
@@ -47,7 +47,7 @@ class EarlierLife:
         A final row is replaced only after a step was saved, or by `ok`. One that isn't final is also replaced by
         another result, such as `oom`: a sweep would repeat the point for ever.
         """
-        if row["status"] == Status.OK or names_of_snapshots(self.folder) - set(self.snapshots):
+        if self.row is None or row["status"] == Status.OK or names_of_snapshots(self.folder) - set(self.snapshots):
             return False
         is_result = rows.is_final(row) and row["status"] != Status.INCOMPATIBLE
         return rows.is_final(self.row) or not is_result

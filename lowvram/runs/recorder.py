@@ -179,7 +179,8 @@ class Recording:
         self.progress.stop()
         metric_lines.sync(self.point.folder)
         self._so_far.complete(self._disturbs)
-        has_begun = self._earlier is not None and self._is_logged  # so that its files have changed
+        has_row = self._earlier is not None and self._earlier.row is not None
+        has_begun = has_row and self._is_logged  # so that its files have changed
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and not has_begun:
             if self._earlier is not None:
                 self._earlier.put_back()
@@ -199,6 +200,7 @@ class Recording:
 
     def _keep(self, earlier: EarlierLife) -> Row:
         """Leave the folder as it was before this run; returns the row of this run, which is only printed."""
+        assert earlier.row is not None
         earlier.put_back()
         self.loggers.finish(earlier.row)
         path, status = shown_path(self.point.folder / rows.FILE_NAME), earlier.row["status"]
