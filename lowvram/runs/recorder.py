@@ -149,17 +149,20 @@ class Recording:
         if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
         self._begin_logging(step, pid)
-        for row in untold:
-            self.loggers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
         self.callbacks.begin(without_secrets(self.point.config), step)
+        for row in untold:
+            self._tell(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
 
     def _on_metrics(self, step: int, values: dict[str, float], is_late: bool) -> None:
-        self.loggers.log(step, values)
-        self.callbacks.log(step, values)
+        self._tell(step, values)
         if not is_late:
             self.progress.update(step, values)
+
+    def _tell(self, step: int, values: Values) -> None:
+        self.loggers.log(step, values)
+        self.callbacks.log(step, values)
 
     def _on_memory_over_step(self, kinds: list[str], moments: list[list[Any]]) -> None:
         """Keep the memory of each kind over the births and deaths of tensors in one step, for the loggers."""

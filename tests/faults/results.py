@@ -18,8 +18,8 @@ Results = dict[str, Any]
 HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
 LEFT = re.compile(r"unfinished|\.tmp|~$")
 DIFFERENT = re.compile(
-    r"(.*/)?(native(\.\d+)?\.log|\.lowvram|table\.md|wandb.*|events\.out\.tfevents.*|disturbed-\d+\.jsonl?)$"
-)  # by name: there or not
+    r"(.*/)?(native(\.\d+)?\.log|\.lowvram|table\.md|wandb.*|events\.out\.tfevents.*|disturbed-\d+\.jsonl?|diary\.txt)$"
+)  # by name: there or not. The program writes the diary: if it dies, its run may still end by itself
 TOLD = ("id", "index", "status", "reason", "choices", "loss", "eval", "model", "semantics_changed")  # of a row
 PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lowvram.config.errors import BadInput
+from lowvram.launch.spec import Point
+from lowvram.results.terminal import QuietProgress
 from lowvram.runs.callbacks import Callbacks, check_callbacks
+from lowvram.runs.run import run_point
 from tests.calls import Outcome
+from tests.runs.test_remeasure import CONFIG, Scripted
 
 QUICK = ("train.steps=2", "train.batch_size=4", "data.eval_samples=4", "logger=none")
 
@@ -36,6 +41,19 @@ def test_a_resumed_run_and_a_run_that_fails_are_told(call: Callable[..., Outcome
     failed = call(*QUICK, "callbacks=[tests.yours.Diary]", "optimizer.lr=1e30", "optimizer=sgd")
     assert failed.code == 1
     assert (failed.cwd / "diary.txt").read_text().splitlines()[-1] == "end nonfinite"
+
+
+def test_steps_that_nobody_watched_are_told_when_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {**CONFIG, "callbacks": ["tests.yours.Diary"], "measure": {"reruns": 0, "fidelity": False}}
+    config["train"] = {"batch_size": 1, "steps": 1}
+    point = Point("id", "name", 0, tmp_path, config, {"mode": "train"}, sweep=None, provenance={})
+    server = Scripted([(None, 2.0)], untold=[{"step": 1, "loss/train": 3.0}, {"step": 1, "loss/eval": 4.0}])
+    run_point(point, server, QuietProgress(io.StringIO()), lambda: 0, lambda _: None)  # pyright: ignore[reportArgumentType]
+    told = ["step 1 loss/train", "evaluation 1 ['loss/eval']", "step 1 loss/train", "end ok"]
+    assert (tmp_path / "diary.txt").read_text().splitlines()[1:] == told
 
 
 def test_one_that_fails_is_told_once_and_the_run_goes_on(call: Callable[..., Outcome]) -> None:

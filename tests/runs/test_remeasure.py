@@ -13,7 +13,7 @@ import pytest
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.spec import Point
-from lowvram.results.metric_lines import to_line
+from lowvram.results.metric_lines import Values, to_line
 from lowvram.results.report.report import save
 from lowvram.results.row import Row, read
 from lowvram.results.table import build, collect
@@ -40,8 +40,8 @@ class Scripted:
 
     disturbs, is_fresh = None, True
 
-    def __init__(self, measurements: Sequence[Measurement | str]) -> None:
-        self.left = list(measurements)
+    def __init__(self, measurements: Sequence[Measurement | str], untold: Sequence[Values] = ()) -> None:
+        self.left, self.untold = list(measurements), list(untold)
 
     def wait_until_ready(self, order: Any) -> None: ...
 
@@ -57,7 +57,7 @@ class Scripted:
                 "step": 0,
                 "num_steps": 1,
                 "setup_s": 0.0,
-                "untold": [],
+                "untold": self.untold,
                 "pid": 1,
                 **parts,
             }
