@@ -16,9 +16,10 @@ from lowvram.cli import job, launchers
 from lowvram.cli.errors import unforeseen
 from lowvram.cli.here import Here, joined
 from lowvram.cli.job import Ending, Job
+from lowvram.cli.side_by_side import ONE, Slots, slots_for
 from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import container
-from lowvram.config.errors import Refused
+from lowvram.config.errors import Refused, require
 from lowvram.config.settings import is_inline
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
@@ -45,6 +46,7 @@ class Call:
         self.is_elsewhere = False
         self.sweep: SweepFolder | None = None
         self._typed: list[str] = []  # for all points of the sweep
+        self._jobs, self._cards = ONE, list[str]()
         self.logger: Any = None
         self.endings: dict[int, Ending] = {}
         self.failure: str | None = None
@@ -63,16 +65,31 @@ class Call:
         self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
         self._typed = list(config.hydra.overrides.task)
         self.logger = container(config.get("logger"))
+        self._jobs = str(config.jobs)
         self.is_elsewhere = launchers.is_elsewhere(config.hydra)
+        allowed = "1 with another hydra/launcher, which has a key of its own for their number"
+        require(self._jobs == ONE or not self.is_elsewhere, "jobs", self._jobs, allowed)
         if self.is_elsewhere:
             self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
 
-    def launch(self, launcher: Launcher, coming: SweepBatch) -> None:
-        """Check the representative points of a batch, then run the batch. Raises the first error of either."""
+    def launch(self, launcher: Launcher, coming: SweepBatch, config: DictConfig, beside: Launcher) -> None:
+        """Check the representative points of a batch, then run the batch. Raises the first error of either.
+
+        Args:
+            config: of the sweep.
+            beside: the launcher for points that run side by side.
+        """
         if not self.is_over():
             self._check(coming)
         if self.is_over():
             return
+        if self._jobs != ONE and len(self.slots()) > 1:
+            if not self.is_elsewhere:
+                self.is_elsewhere = True
+                self.here.server.stop()
+                tell(launchers.SIDE_BY_SIDE)
+                self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
+            launcher = beside
         batch = UntilOver(coming.batch, self.is_over)
         try:
             jobs = launcher.launch(batch, initial_job_idx=coming.first)
@@ -106,14 +123,19 @@ class Call:
             return
         if answer and answer["status"] != Status.OK:
             raise Refused(answer["reason"])
+        self._cards = answer.get("cards", [])
         assert self.sweep is not None
         self.sweep.check_points(configs)
         if coming.first == 0:
             self.sweep.note(configs[0], self._typed)
         if self.is_elsewhere:
             self.here.server.stop()
-            if coming.first == 0:
+            if coming.first == 0 and self._jobs == ONE:
                 tell(launchers.SIDE_BY_SIDE)
+
+    def slots(self) -> Slots:
+        """The devices for points that run side by side."""
+        return slots_for(self._jobs, self._cards)
 
     def _fail(self, error: BaseException) -> None:
         """Note that the launcher raised, or that the user left it. How far its points came is only known from disk."""

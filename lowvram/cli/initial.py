@@ -36,6 +36,7 @@ OF_ONE_CALL = (
     "sweep",
     "debug",
     "optimized_metric",
+    "jobs",
     "callbacks",
     "trust",
 )  # what isn't passed on

@@ -16,6 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lowvram.cli.call import Call
+from lowvram.cli.side_by_side import SideBySide
 from lowvram.cli.sweep import Names, SweepBatch
 
 
@@ -30,15 +31,17 @@ class CheckingSweeper(Sweeper, ABC):
         self.loader = ComposesOnce(hydra_context.config_loader)
         context = HydraContext(config_loader=cast(ConfigLoader, self.loader), callbacks=hydra_context.callbacks)
         self.hydra_context = context
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=context, task_function=task_function, config=config
-        )
+        about = {"hydra_context": context, "task_function": task_function, "config": config}
+        self.launcher = Plugins.instance().instantiate_launcher(**about)
+        self.beside = SideBySide(self.call.slots)
+        self.beside.setup(**about)
 
     def launch(self, coming: SweepBatch) -> None:
         """Hand points to the program, which checks and launches them."""
         assert self.launcher is not None
+        assert self.config is not None
         self.loader.name(coming)
-        self.call.launch(self.launcher, coming)
+        self.call.launch(self.launcher, coming, self.config, self.beside)
 
 
 @final

@@ -32,6 +32,7 @@ UNITS = {
 
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built from their YAML, too, but no knobs
 CHILD, INLINE = "child", "inline"  # where a point runs
+MOST_JOBS = 999
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
 PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses: see parent_settings.py
 HYDRAS = ("hydra", "optional local", "optional plugins")  # entries of the defaults list that are no groups of ours
@@ -231,8 +232,12 @@ class RootSettings:
     callbacks: list[str] | None
     optimized_metric: Any = None  # a path or a list of paths: see cli/objective.py
     trust: str | None = None
+    jobs: str = "1"
 
     def __post_init__(self) -> None:
+        is_number = self.jobs.isdecimal() and 1 <= int(self.jobs) <= MOST_JOBS
+        allowed = f"auto, one for each visible device, or a number from 1 to {MOST_JOBS}"
+        require(self.jobs == "auto" or is_number, "jobs", self.jobs, allowed)
         require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")
         require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
         allowed = "auto, cpu, cuda or cuda:N, N being the number of a device"

@@ -40,6 +40,17 @@ def choose_device(text: str) -> torch.device:
     return device
 
 
+def visible_cards(text: str) -> list[str]:
+    """The cards that `device=text` may be, as CUDA_VISIBLE_DEVICES names them; none for the CPU. Raises as
+    `choose_device`."""
+    device = choose_device(text)
+    if device.type != "cuda":
+        return []
+    listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = listed or list(map(str, range(torch.cuda.device_count())))
+    return [names[device.index]] if ":" in text else names[: torch.cuda.device_count()]
+
+
 def has_nvidia_card() -> bool:
     """Whether the NVIDIA driver is present and CUDA_VISIBLE_DEVICES doesn't hide every card. Loads no CUDA library."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,21 @@ def children(pid: int) -> list[int]:
         with suppress(OSError):  # the thread has just ended
             pids += map(int, file.read_text().split())
     return pids
+
+
+def stop_with_parent() -> None:
+    """Ask this process to stop as soon as its parent has ended, however it did.
+
+    A thread waits for it: the kernel's own signal (PR_SET_PDEATHSIG) comes once for each thread of the parent, and a
+    second request to stop means at once.
+    """
+    parent = os.pidfd_open(os.getppid())
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def kill_all(pid: int) -> None:

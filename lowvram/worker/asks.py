@@ -10,7 +10,7 @@ import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.config.settings import check_batch_size, settings
-from lowvram.core.device import choose_device
+from lowvram.core.device import choose_device, visible_cards
 from lowvram.fidelity.reference import reference_of
 from lowvram.loops.session import Events
 from lowvram.loops.setup import acting_allocator, check_cards, wanted_ranks
@@ -29,7 +29,8 @@ Point = Mapping[str, Any]  # see planning/client.py, `request_for`
 
 
 def check(events: Events, configs: list[dict[str, Any]]) -> Fields:
-    """Build the objects of some configurations of a sweep. Raises the first mistake."""
+    """Build the objects of some configurations of a sweep, and list the cards that the first may take. Raises the first
+    mistake."""
     for config in configs:
         whole = settings(config)
         whole.check_paths()
@@ -37,7 +38,7 @@ def check(events: Events, configs: list[dict[str, Any]]) -> Fields:
         num_ranks = 1 if ranks == "auto" else int(ranks)
         check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_ranks)
         user_metrics(whole.eval.metrics or (), torch.device("cpu"))
-    return {"status": "ok"}
+    return {"status": "ok", "cards": visible_cards(configs[0]["device"])}
 
 
 def plan(events: Events, points: list[Point]) -> Fields:
