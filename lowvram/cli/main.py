@@ -30,7 +30,7 @@ from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
-from lowvram.launch.torchrun import aside, launch_from
+from lowvram.launch.torchrun import aside, end_with_agent, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs
 
@@ -45,6 +45,7 @@ def main() -> None:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     note_program()
     launch = launch_from()
+    end_with_agent()
     with terminal_restored(), aside(launch) as folder:
         stop_signals.listen()
         call = Call(progress_for(sys.stdout))

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lowvram.launch.process_tree import stop_with_parent
+
+AGENT = "TORCHELASTIC_RUN_ID"  # set if the parent is an agent of torchrun
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,6 +36,13 @@ def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
         return None
     rank, num_ranks, local_rank = (int(environment[word]) for word in WORDS[:3])
     return Launch(rank, num_ranks, local_rank, int(environment.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+def end_with_agent(environment: Mapping[str, str] = os.environ) -> None:
+    """Under torchrun: be asked to stop when its agent on this machine dies, which would leave this rank, and the others
+    that wait for it, to nobody."""
+    if AGENT in environment:
+        stop_with_parent()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from lowvram.launch.events import opened, opened_anew
 from lowvram.launch.spec import NoSpec, PointSpec
 from lowvram.launch.streams import protect_streams
 from lowvram.launch.supervisor import WORKER, Outlets
-from lowvram.launch.torchrun import Launch, launch_from
+from lowvram.launch.torchrun import Launch, end_with_agent, launch_from
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, was_cut_off
 from lowvram.results.terminal import shown_path
@@ -111,4 +111,5 @@ def checked(folder: Path, trust: str | None) -> PointSpec:
 
 if __name__ == "__main__":
     protect_streams()
+    end_with_agent()
     sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from lowvram.worker.rendezvous import PeerLost
 
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 OURS = f"{PACKAGE}/"
+OF_GLOO = ("/gloo/", "caused pair closure")  # in what it says when it can't reach another rank
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 SAVING = ("saving a snapshot", "saving the weights", "saving what the teacher says")
 PHASES = {  # by function name: the innermost of these functions of lowvram on the stack gives the phase
@@ -94,7 +95,10 @@ def says_all(error: BaseException, folder: str) -> bool:
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether a rank failed only because another one had ended or hung."""
-    return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in message(cause) for cause in chain(error))
+    return any(
+        isinstance(cause, PeerLost | dist.DistError) or any(sign in message(cause) for sign in OF_GLOO)
+        for cause in chain(error)
+    )
 
 
 def phase(trace: TracebackType | None) -> str:
