@@ -370,7 +370,7 @@ def train(
     dtype = next(rig.model.parameters()).dtype
     slices = (my_slice(batch) for batch in batches(task.spec, sizes, dtype))
     losses, updates = zip(*(step(rig, part.to(device)) for part in slices), strict=True)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
+    names = {**{parameter: name for name, parameter in rig.model.named_parameters()}, **rig.names_of_updated}
     gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
     parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}

@@ -49,6 +49,7 @@ def as_rank(
 ) -> Result:
     torch.set_num_threads(1)
     if "nccl" in backend:
+        os.environ["EMULATED_DEVICES"] = str(max(num_ranks, 2))  # as many as are needed, if devices are emulated
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -103,6 +103,25 @@ def shape_propagation_inside(context: AbstractContextManager[object]) -> Iterato
 
 
 @contextmanager
+def meshes_made_inside(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside it FSDP2 enters `context()` to make the mesh of `reshard_after_forward=4`.
+
+    torch.distributed.fsdp._fully_shard._fully_shard._get_post_forward_mesh_info, since 2.6, is patched: a mesh reads
+    the values of its tensors, which have none in a plan. Replaced by a public way to hand FSDP2 that mesh, if torch
+    makes one.
+    """
+    module: Any = _fully_shard
+    make = module._get_post_forward_mesh_info
+
+    def make_inside(*args: Any) -> Any:
+        with context():
+            return make(*args)
+
+    with replaced(module, "_get_post_forward_mesh_info", make_inside):
+        yield
+
+
+@contextmanager
 def gathered_from(arrived: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Inside it FSDP2 gathers what `arrived` makes of a rank's weights.
 
@@ -117,3 +136,25 @@ def gathered_from(arrived: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
     with replaced(FSDPParam, "all_gather_inputs", property(arrived_inputs)):
         yield
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum `whole` over the ranks of a group, each of which gets an equal part of the sum in `output`.
+
+    dist.reduce_scatter_tensor is called reduce_scatter_single since 2.13, where the old name warns. Replaced by
+    the new name once torch 2.13 is the oldest that is supported.
+    """
+    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work = start(output, whole, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Give each rank the parts of all ranks of a group, one after another.
+
+    dist.all_gather_into_tensor is called all_gather_single since 2.13, where the old name warns. Replaced by the
+    new name once torch 2.13 is the oldest that is supported.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, part, group=group)

@@ -36,6 +36,7 @@ class Fact(Enum):
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    WHOLE_UPDATES = "the optimizer updates whole parameters"
     TRAINED_BLOCKS = "the weights of the model's blocks train"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"

@@ -37,7 +37,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.BUILD: frozenset({"task", "model", "criterion", "eval_means", "rounding", "over_time"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
-    Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
+    Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total", "updated_of", "finish"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
     Stage.STEPPING: frozenset({"stepper", "run"}),
     Stage.LOGITS: frozenset({"forward", "criterion"}),

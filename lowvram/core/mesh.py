@@ -127,7 +127,13 @@ def tell_once(line: str) -> None:
     tell(line)
 
 
-def device_mesh(device: torch.device) -> DeviceMesh:
-    """The data ranks as torch's mesh (size,) of such devices, over which weights can be sharded."""
+REPLICATE, SHARD = "dp_replicate", "dp_shard"  # the dimensions of meshes of data ranks, called as in torchtitan
+
+
+def device_mesh(device: torch.device, num_copies: int = 1) -> DeviceMesh:
+    """The data ranks as torch's mesh (num_copies, size / num_copies) of such devices: weights can be sharded over its
+    last dimension, and each index of the first has a copy. With one copy the mesh is (size,)."""
+    num_shards = data_ranks().size // num_copies
+    shape, names = ((num_shards,), (SHARD,)) if num_copies == 1 else ((num_copies, num_shards), (REPLICATE, SHARD))
     with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
-        return init_device_mesh(device.type, (data_ranks().size,))
+        return init_device_mesh(device.type, shape, mesh_dim_names=names)

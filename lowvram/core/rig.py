@@ -181,6 +181,8 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
+    # What the stepper updates in place of the parameters that train, such as this rank's part of each.
+    updated_of: Callable[[list[nn.Parameter]], list[nn.Parameter]] = lambda trainable: trainable
     # What an evaluation tells besides the task's scores: means over all targets, by name. Each function gives the sum
     # over the targets of one part (0-dim), right after its forward pass.
     eval_means: Mapping[str, Callable[[Part], Tensor]] = field(default_factory=dict)
@@ -202,6 +204,17 @@ class Rig:
     def structure(self) -> Structure:
         """What is known of the model."""
         return self.task.structure(self.model)
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """What the stepper updates; not before the weights have memory."""
+        return self.updated_of(self.trainable)
+
+    @property
+    def names_of_updated(self) -> dict[Tensor, str]:
+        """The names of the parameters that train, by what the stepper updates for each."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {part: names[parameter] for part, parameter in zip(self.updated, self.trainable, strict=True)}
 
     @property
     def trainable(self) -> list[nn.Parameter]:

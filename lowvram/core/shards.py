@@ -63,10 +63,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def joined(shards: Sequence[Tensor], like: DTensor) -> Tensor:
-    """The whole of a tensor that is laid out as `like` is, given its local shard on each rank of a mesh in one
-    dimension."""
-    (place,) = like.placements
-    return torch.cat(list(shards), place.dim) if isinstance(place, Shard) else shards[0]
+    """The whole of a tensor that is laid out as `like` is, given the local shard of each rank. At most one dimension of
+    the mesh splits it."""
+    ranks, dims = like.device_mesh.mesh, list[int]()
+    for number, place in reversed(list(enumerate(like.placements))):
+        if isinstance(place, Shard):
+            dims.append(place.dim)
+        else:
+            ranks = ranks.select(number, 0)
+    pieces = [shards[rank] for rank in ranks.flatten().tolist()]
+    return torch.cat(pieces, dims[0]) if dims else pieces[0]
 
 
 def make_contiguous(model: nn.Module) -> None:

@@ -137,7 +137,7 @@ def named_gradients(session: Session, watch: KeepGradients, update: Update) -> d
     """The gradients by parameter name. Clipping, which would hide an error of their size, is undone."""
     clips = [clip for knob in session.knobs.values() if (clip := knob.clips_at()) is not None]
     by = max([1.0, *((float(update.grad_norm) + 1e-6) / clip for clip in clips)])
-    names: dict[Tensor, str] = {parameter: name for name, parameter in session.rig.model.named_parameters()}
+    names = session.rig.names_of_updated
     return {names[parameter]: gradient.mul_(by) for parameter, gradient in watch.gradients.items()}
 
 

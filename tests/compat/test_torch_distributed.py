@@ -105,6 +105,44 @@ def test_weights_are_gathered_from_what_has_arrived() -> None:
         assert seen == [torch.Size([6])]
 
 
+@needed(
+    "torch.distributed.fsdp._fully_shard._fully_shard._get_post_forward_mesh_info",
+    by="a plan of sharding.reshard_after_forward=2",
+)
+def test_the_mesh_between_forward_and_backward_is_made_inside() -> None:
+    from lowvram.compat.torch_distributed import meshes_made_inside, pretend_ranks
+
+    entered: list[int] = []
+    with group_left():
+        pretend_ranks(4)
+        mesh = init_device_mesh("cpu", (4,))
+        with meshes_made_inside(lambda: entered_in(entered)):
+            for number in (True, 2):
+                fully_shard(torch.nn.Linear(4, 4), mesh=mesh, reshard_after_forward=number)
+    assert entered == [1, 1]
+
+
+@needed("torch.distributed.reduce_scatter_single or reduce_scatter_tensor", by="sharding=zero1")
+def test_one_rank_sums_and_gathers_its_own() -> None:
+    from lowvram.compat.torch_distributed import all_gather, reduce_scatter
+
+    with group_left():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        group, found = dist.group.WORLD, torch.empty(2, 3)
+        assert group is not None
+        reduce_scatter(found, torch.ones(2, 3), group).wait()
+        assert found.tolist() == [[1, 1, 1], [1, 1, 1]]
+        all_gather(found, torch.zeros(2, 3), group)
+        assert found.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@contextmanager
+def entered_in(seen: list[int]) -> Iterator[None]:
+    seen.append(1)
+    yield
+
+
 class Half(torch.nn.Module):
     """Uses one of two layers."""
 

@@ -13,7 +13,7 @@ PROPERTIES = {  # by the beginning of the tests' path, what they prove; the firs
     "tests/emulated_cuda/test_pairs.py": "pairs of options train as the plain loop on the CPU, with ranks too",
     "tests/emulated_cuda/test_options.py": "each option learns the same in an ordinary child process",
     "tests/emulated_cuda/test_modes.py": "train, resume, export, plan, search, vram, memory, fidelity, gpu_check",
-    "tests/emulated_cuda/test_ranks.py": "ddp and fsdp on two devices train as one process",
+    "tests/emulated_cuda/test_ranks.py": "ddp, zero1 and fsdp on two devices, and HSDP on four, train as one process",
     "tests/emulated_cuda/test_compiled.py": "compiled points run to their end",
     "tests/emulated_cuda/": "the device is what it says",
     "tests/scripts/test_record.py": "the simulated allocator does what the real one does, to the byte",

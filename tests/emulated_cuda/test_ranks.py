@@ -1,4 +1,4 @@
-"""ddp and fsdp on two emulated devices, through NCCL, train as one process on the CPU does: the cases of
+"""Two and four CUDA devices, emulated or real, train through NCCL as one process on the CPU does: the cases of
 tests/knobs/test_sharding.py and test_stepping_ranks.py, within their tolerances."""
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from torch import Tensor
 
 from lowvram.core.knob import Knob
 from tests.emulated_cuda.configurations import CUDA
-from tests.knobs.test_sharding import OPTIONS, THREE, TWENTY_STEPS, errors
+from tests.knobs.test_sharding import CLIPPED, COPIES, OPTIONS, THREE, TWENTY_STEPS, errors
 from tests.knobs.test_stepping_ranks import CASES
 from tests.laboratory import IS_EMULATED, PROBLEMS, InDouble, Trained, knobs_of, train
 from tests.ranks import on_cards
 
-pytestmark = [pytest.mark.emulated, pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")]
+NUM_DEVICES = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_DEVICES < 2, reason="fewer than two CUDA devices"),
+]
 Choices = dict[str, str | Knob]
 
 
@@ -52,6 +57,18 @@ def test_two_devices_train_like_one_process(
     for found in on_cards(train_on_card, task, [{**each, "sharding": option} for each in choices]):
         for name, one, other in zip(TWENTY_STEPS, found, wanted, strict=True):
             assert max(errors(one, other).values()) < 1e-10, name
+    record_property("configurations", len(choices))
+
+
+@pytest.mark.skipif(NUM_DEVICES < 4 and not IS_EMULATED, reason="fewer than four CUDA devices")
+def test_four_devices_train_like_one_process(record_property: Callable[[str, object], None]) -> None:
+    """Two copies of two shards, too."""
+    parts: Choices = {"optimizer": "sgd", "accum": "x2", "stepping": CLIPPED}
+    task, choices = InDouble(PROBLEMS["transformer"]), [{**parts, "sharding": each} for each in COPIES.values()]
+    wanted = train(task, knobs_of(**parts), THREE)
+    for found in on_cards(train_on_card, task, choices, num_ranks=4):
+        for name, one in zip(COPIES, found, strict=True):
+            assert max(errors(one, wanted).values()) < 1e-10, name
     record_property("configurations", len(choices))
 
 

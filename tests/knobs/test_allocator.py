@@ -80,7 +80,7 @@ def printed_by(program: str, **environment: str) -> str:
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
 @pytest.mark.slow
 def test_a_product_leaves_no_scratch_memory_behind_in_a_point() -> None:
-    assert int(printed_by(LEFT_BY_A_PRODUCT, **LIBRARIES)) < 2**20
+    assert int(printed_by(LEFT_BY_A_PRODUCT, **LIBRARIES)) <= 2**20  # by which the heap may have grown
 
 
 def kept_bytes(knob: str) -> int:

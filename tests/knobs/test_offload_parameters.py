@@ -8,7 +8,7 @@ from typing import Any, final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core import host
@@ -206,6 +206,15 @@ def test_a_run_goes_on_to_the_last_digit_with_it_or_without(
 
 
 def test_without_whole_params() -> None:
+    """Whoever keeps a weight of the forward pass, as norms=output does, has none in the backward pass."""
+    rig, seen = assemble(PROBLEMS["transformer"], knobs_of(offload="parameters"), CPU), list[Tensor]()
+    norm = next(module for module in rig.structure.blocks[0].modules() if isinstance(module, nn.LayerNorm))
+    norm.register_forward_hook(lambda module, *_: seen.append(module.get_parameter("weight")))
+    rig.forward(rig.move(make_batch(TOKENS, 4)))
+    assert seen[0].untyped_storage().nbytes() == 0
+
+
+def test_without_whole_updates() -> None:
     """Adafactor's sums over rows and columns can't be taken over weights that FSDP2 holds (torch 2.13), alone too."""
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh_of_one(CPU), [Shard(0)]))
     assert data_ranks().size == 1

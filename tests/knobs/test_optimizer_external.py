@@ -209,9 +209,9 @@ def test_it_is_torchs_own() -> None:
     ("target", "needs", "breaks"),
     [
         ("torch.optim.Adamax", set(), set()),
-        ("torch.optim.Adafactor", {Fact.WHOLE_PARAMS}, set()),
-        (f"{OWN}.OfRows", {Fact.WHOLE_PARAMS}, set()),
-        (f"{OWN}.SharedNorm", {Fact.WHOLE_PARAMS}, {Fact.SEPARATE_UPDATES}),
+        ("torch.optim.Adafactor", {Fact.WHOLE_UPDATES}, set()),
+        (f"{OWN}.OfRows", {Fact.WHOLE_UPDATES}, set()),
+        (f"{OWN}.SharedNorm", {Fact.WHOLE_UPDATES}, {Fact.SEPARATE_UPDATES}),
     ],
 )
 def test_what_an_update_depends_on_is_found_by_trying(target: str, needs: set[Fact], breaks: set[Fact]) -> None:

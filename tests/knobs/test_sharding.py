@@ -17,19 +17,22 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import lowvram
 from lowvram.compat.torch_storage import num_holders
+from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
+from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob
+from lowvram.core.knob import Knob, conflicts
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.mesh import data_ranks
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.shards import local, whole
 from lowvram.core.step import step
-from lowvram.knobs.sharding import DDP, FSDP
+from lowvram.knobs.sharding import DDP, FSDP, ZeRO1
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
     CPU,
+    KNOBS,
     PROBLEMS,
     TOKENS,
     TRANSFORMER,
@@ -38,6 +41,7 @@ from tests.laboratory import (
     knobs_of,
     make_batch,
     my_slice,
+    named,
     relative_error,
     train,
 )
@@ -46,7 +50,7 @@ from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
-OPTIONS = ["ddp", "fsdp"]
+OPTIONS = ["ddp", "zero1", "fsdp"]
 TWENTY = [32] * 19 + [27]  # the last batch divides by nothing
 THREE = [32, 32, 27]
 CLIPPED = AfterBackward(clip=0.5)  # far below the norms that come
@@ -92,9 +96,18 @@ def test_everything_at_once_has_the_losses_of_one_process(option: str) -> None:
 
 THREE_STEPS: dict[str, Knob] = {
     "ddp": DDP(),
+    "zero1": ZeRO1(),
+    "zero1_bandwidth": ZeRO1(reduce_every_part=False),
     "fsdp": FSDP(),
     "fsdp_gathered": FSDP(reshard_after_forward=False),
     "fsdp_bandwidth": FSDP(reduce_every_part=False),
+}
+COPIES: dict[str, Knob] = {
+    "hsdp": FSDP(replicate=2),
+    "hsdp_gathered": FSDP(replicate=2, reshard_after_forward=False),
+    "hsdp_bandwidth": FSDP(replicate=2, reduce_every_part=False),
+    "fsdp_of_two": FSDP(reshard_after_forward=2),
+    "zero1": ZeRO1(),
 }
 
 
@@ -112,6 +125,72 @@ def test_every_field_keeps_losses_gradients_and_buffers(problem: str, ranks: int
                 assert max(error[what] for what in ("losses", "gradients", "buffers")) <= band, name
 
 
+def histories(options: list[str], optimizers: list[str]) -> list[Tensor]:
+    task = PROBLEMS["transformer"]
+    choices = [{"sharding": option, "optimizer": each} for option in options for each in optimizers]
+    return [torch.stack(trained.losses) for trained in train_each(task, choices, THREE)]  # pyright: ignore[reportArgumentType]
+
+
+def optimizers_for(option: str) -> list[str]:
+    """Those that no fact refuses beside it."""
+    absent = {Fact.ONE_RANK: ""}
+    pairs = [("optimizer", name) for group, name in KNOBS if group == "optimizer"]
+    return [name for group, name in pairs if not conflicts(named((group, name), ("sharding", option)), absent, {})]
+
+
+@pytest.mark.parametrize("optimizers", first_of([["muon"], None]))
+def test_what_looks_at_single_weights_knows_them_in_parts(optimizers: list[str] | None) -> None:
+    """Each optimizer that may: it asks which layer a weight belongs to, or has states of its own kinds."""
+    optimizers = optimizers or optimizers_for("zero1")
+    assert len(optimizers) == 1 or {"muon", "adam_mini", "adamw_8bit", "sgd"} <= set(optimizers)
+    wanted = histories(["none"], optimizers)
+    for found in on_ranks(histories, ["zero1"], optimizers):
+        for name, one, other in zip(optimizers, found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=0, msg=name)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_like_one_process() -> None:
+    """Two copies of two shards, too; with parts and with a clipped norm, which counts each weight once."""
+    parts: dict[str, str | Knob] = {"optimizer": "sgd", "accum": "x2", "stepping": CLIPPED}
+    task = InDouble(PROBLEMS["transformer"])
+    wanted = train(task, knobs_of(**parts), THREE)
+    choices = [{**parts, "sharding": each} for each in COPIES.values()]
+    for found in on_ranks(train_each, task, choices, THREE, num_ranks=4):
+        for name, each in zip(COPIES, found, strict=True):
+            assert [float(update.grad_norm) for update in each.updates] == pytest.approx(
+                [float(update.grad_norm) for update in wanted.updates], rel=1e-12
+            )
+            assert max(errors(each, wanted)[what] for what in ("losses", "gradients", "buffers")) <= 1e-12, name
+
+
+def test_gradients_are_summed_in_the_format_that_is_asked_for() -> None:
+    """In bf16 each of the two is rounded once, and their sum once more."""
+    task, sgd = InDouble(PROBLEMS["transformer"]), {"optimizer": "sgd"}
+    wanted = train(task, knobs_of(**sgd), [32])
+    choices: list[dict[str, str | Knob]] = [{**sgd, "sharding": FSDP(reduce=each)} for each in ("fp32", "bf16")]
+    for in_fp32, in_bf16 in on_ranks(train_each, task, choices, [32]):
+        assert 0 < errors(in_fp32, wanted)["gradients"] < 1e-6
+        assert 1e-4 < errors(in_bf16, wanted)["gradients"] < 1e-2
+
+
+def test_numbers_must_divide_the_ranks() -> None:
+    for option, key in (
+        (FSDP(replicate=3), "sharding.replicate=3: must be 1, or a number that divides the 4 ranks"),
+        (FSDP(replicate=4), "sharding.replicate=4: must be 1, or a number"),
+        (FSDP(reshard_after_forward=3), "sharding.reshard_after_forward=3: must be true, false, or a number"),
+        (FSDP(reshard_after_forward=4), "sharding.reshard_after_forward=4: must be true, false, or a number"),
+        (FSDP(replicate=2, reshard_after_forward=2), "between 1 and 2 that divides it: the ranks of one copy"),
+    ):
+        with pytest.raises(BadInput, match=key):
+            option.check_ranks(4)
+    FSDP(replicate=2, reshard_after_forward=True).check_ranks(4)
+    FSDP(reshard_after_forward=2).check_ranks(4)
+    for wrong in ({"replicate": 0}, {"reduce": "fp16"}):
+        with pytest.raises(BadInput, match=f"sharding.{next(iter(wrong))}"):
+            FSDP(**wrong)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_batch_norm_over_ranks_is_another_model_and_says_so(option: str) -> None:
     """But one: all ranks end with the same statistics."""
@@ -119,7 +198,7 @@ def test_batch_norm_over_ranks_is_another_model_and_says_so(option: str) -> None
     first, second = on_ranks(train, task, knobs_of(sharding=option), THREE)
     assert errors(first, train(task, knobs_of(), THREE))["gradients"] > 1e-2
     assert max(errors(first, second).values()) == 0
-    caveat = {"ddp": DDP(), "fsdp": FSDP()}[option].caveat
+    caveat = THREE_STEPS[option].caveat
     assert "BatchNorm normalises over the samples of each rank" in str(caveat(task.make_model()))
     assert caveat(PROBLEMS["resnet_group"].make_model()) is None
 
@@ -158,6 +237,39 @@ def test_a_rank_holds_its_shards_and_one_block_at_a_time() -> None:
         for kind in (Kind.GRADIENTS, Kind.OPTIMIZER, Kind.ACTIVATIONS):
             assert peak.by_kind_max[kind] < 0.6 * alone.by_kind_max[kind]
         assert sum(peak.by_kind.values()) == peak.peak_bytes
+
+
+def test_with_zero1_a_rank_holds_the_state_of_its_rows_alone() -> None:
+    """And, where each part is reduced, of gradients no more than its rows and two that are on their way."""
+    alone, _ = measured({})
+    for peak, _ in on_ranks(measured, {"sharding": "zero1"}):
+        assert peak.by_kind_max[Kind.PARAMETERS] == alone.by_kind_max[Kind.PARAMETERS]
+        assert peak.by_kind_max[Kind.OPTIMIZER] < 0.6 * alone.by_kind_max[Kind.OPTIMIZER]
+        assert peak.by_kind_max[Kind.GRADIENTS] < 0.8 * alone.by_kind_max[Kind.GRADIENTS]
+
+
+def bytes_held(option: str) -> tuple[int, int]:
+    """Of weights, and of the optimizer's state after a step; without what the allocator adds to small tensors."""
+    rig = assemble(DEEP, knobs_of(sharding=option), CPU)
+    step(rig, my_slice(make_batch(TOKENS, 32)))
+    optimizer = rig.stepper.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    sizes = [
+        sum(local(each).numel() * each.itemsize for each in tensors) for tensors in (rig.model.parameters(), state)
+    ]
+    return sizes[0], sizes[1]
+
+
+@pytest.mark.parametrize("num_ranks", first_of([2, 4]))
+def test_shares_are_even(num_ranks: int) -> None:
+    weights, state = bytes_held("none")
+    most = 1 / num_ranks + 0.02
+    for its_weights, its_state in on_ranks(bytes_held, "fsdp", num_ranks=num_ranks):
+        assert its_weights <= most * weights
+        assert its_state <= most * state
+    for its_weights, its_state in on_ranks(bytes_held, "zero1", num_ranks=num_ranks):
+        assert its_weights == weights
+        assert its_state <= most * state
 
 
 @pytest.mark.slow
@@ -264,10 +376,23 @@ def adafactor_over_shards() -> None:
     torch.optim.Adafactor([weight]).step()
 
 
-def test_without_whole_params() -> None:
+def test_without_whole_updates() -> None:
     """Adafactor's sums over rows and columns can't be taken over shards (torch 2.13)."""
     with pytest.raises(RuntimeError, match="placement"):
         on_ranks(adafactor_over_shards)
+
+
+def bytes_of_a_weight_after_its_block() -> int:
+    rig, seen = assemble(PROBLEMS["transformer"], knobs_of(sharding="fsdp"), CPU), list[Tensor]()
+    norm = next(module for module in rig.structure.blocks[0].modules() if isinstance(module, nn.LayerNorm))
+    norm.register_forward_hook(lambda module, *_: seen.append(module.get_parameter("weight")))
+    rig.forward(rig.move(my_slice(make_batch(TOKENS, 4))))
+    return seen[0].untyped_storage().nbytes()
+
+
+def test_without_whole_params() -> None:
+    """Whoever keeps a weight of the forward pass, as norms=output does, has none in the backward pass."""
+    assert on_ranks(bytes_of_a_weight_after_its_block) == [0, 0]
 
 
 class PartlyUnused(nn.Module):

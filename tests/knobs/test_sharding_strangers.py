@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from io import StringIO
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +20,8 @@ from lowvram.core.states import whole_model
 from tests.laboratory import relative_error
 from tests.ranks import on_ranks
 from tests.restless import CLASSES, WIDTH, Mlp, Net
+
+pytestmark = pytest.mark.medium
 
 SIZE, STEPS = 16, 3
 SGD = "optimizer=sgd optimizer.lr=0.3 optimizer.weight_decay=0.1"

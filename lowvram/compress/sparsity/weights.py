@@ -60,7 +60,7 @@ class Masked(Knob):
         blocks = {BLOCKS} if self.layers is None else set()
         # Zeroth-order steps move masked weights away from 0, and count on it that an update moves them back.
         trained = {Fact.TRAINED_BLOCKS, Fact.SAME_PARAMS, Fact.PLAIN_BACKWARD}
-        return frozenset({Fact.WHOLE_PARAMS, STEADY_WEIGHTS, SEPARATE_MEMORY, REAL_WEIGHTS, *trained, *blocks})
+        return frozenset({Fact.WHOLE_UPDATES, STEADY_WEIGHTS, SEPARATE_MEMORY, REAL_WEIGHTS, *trained, *blocks})
 
     def reference(self) -> Self:
         """Itself: it decides which weights are learnt."""

@@ -53,7 +53,7 @@ class Parameters(Knob):
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
     needs_always = frozenset({Fact.ONE_RANK, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
-    breaks_always = frozenset({Fact.WHOLE_PARAMS})
+    breaks_always = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES})
     remedy = (Kind.PARAMETERS, 20)
 
     def apply(self, rig: Rig) -> Rig:

@@ -43,7 +43,7 @@ class Adafactor(OptimizerKnob):
     weight_decay: float = 0.1
 
     saves = Kind.OPTIMIZER
-    needs_always = frozenset({Fact.WHOLE_PARAMS})
+    needs_always = frozenset({Fact.WHOLE_UPDATES})
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)

@@ -43,7 +43,7 @@ class ApolloKnob(MatrixKnob, ABC):
     saves = Kind.OPTIMIZER
     rule = "apollo"
     layers = LINEAR_AND_CONVOLUTIONS
-    needs_always = frozenset({Fact.WHOLE_PARAMS})
+    needs_always = frozenset({Fact.WHOLE_UPDATES})
 
     def __post_init__(self) -> None:
         super().__post_init__()

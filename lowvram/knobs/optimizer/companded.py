@@ -22,7 +22,7 @@ from lowvram.knobs.optimizer.state_formats import StateFormat
 
 PIECE_ELEMENTS = 2**21  # of a parameter that are updated at a time: 8 MiB for each copy in fp32
 BAND = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
-NEEDS = frozenset({Fact.KERNEL_COMPILER, Fact.WHOLE_PARAMS})  # a block of codes must lie on one rank
+NEEDS = frozenset({Fact.KERNEL_COMPILER, Fact.WHOLE_UPDATES})  # a block of codes must lie on one rank
 FORMATS: Mapping[str, StateFormat] = {
     "exp_avg": Companded(Softsign),
     "exp_avg_sq": Companded(Root),

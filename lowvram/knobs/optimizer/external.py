@@ -62,7 +62,7 @@ class External(OptimizerKnob):
         return TRAITS[repr(self)]
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset() if self.traits.is_elementwise else frozenset({Fact.WHOLE_PARAMS})
+        return frozenset() if self.traits.is_elementwise else frozenset({Fact.WHOLE_UPDATES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset() if self.traits.is_per_parameter else frozenset({Fact.SEPARATE_UPDATES})

@@ -36,7 +36,7 @@ class AfterBackward(Knob):
         return self.clip
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, stepper=AfterBackwardStepper(rig.trainable, rig.make_optimizer(rig.trainable), self.clip))
+        return replace(rig, stepper=AfterBackwardStepper(rig.updated, rig.make_optimizer(rig.updated), self.clip))
 
 
 class AfterBackwardStepper(Stepper):

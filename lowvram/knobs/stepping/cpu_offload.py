@@ -65,7 +65,7 @@ class CpuOffload(Knob):
         return self.clip
 
     def apply(self, rig: Rig) -> Rig:
-        stepper = CpuOffloadStepper(rig.trainable, rig.make_optimizer, self.clip, self.offload_fraction)
+        stepper = CpuOffloadStepper(rig.updated, rig.make_optimizer, self.clip, self.offload_fraction)
         return replace(rig, stepper=stepper)
 
 

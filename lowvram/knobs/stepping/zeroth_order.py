@@ -55,7 +55,7 @@ class ZerothOrder(Knob):
             Fact.SEPARATE_UPDATES,
             SEPARATE_MEMORY,
             REAL_WEIGHTS,
-            Fact.WHOLE_PARAMS,
+            Fact.WHOLE_UPDATES,
             Fact.FP32_WEIGHTS,
             STEADY_WEIGHTS,
         }

@@ -1,0 +1,173 @@
+"""sharding=zero1: every rank holds the whole model, and the optimizer's state of its own rows of each weight.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020): stage 1, and with
+`reduce_every_part` stage 2. torch's ZeroRedundancyOptimizer isn't used: it gives each rank whole parameters, of which
+one may be half of a model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lowvram.compat.torch_distributed import all_gather, reduce_scatter
+from lowvram.core.copies import register_copy
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.mesh import device_mesh
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
+from lowvram.core.rig import Rig
+from lowvram.core.shards import local, make_contiguous, spread_as
+from lowvram.knobs.sharding.base import DataParallel, over_ranks
+from lowvram.knobs.sharding.ddp import GradientSum, gradients_summed
+
+MOST_IN_FLIGHT = 2  # whole gradients that wait until their sum has been sent
+
+
+@dataclass(frozen=True)
+class ZeRO1(DataParallel):
+    """Every rank updates its rows of each weight, and gets the others from the ranks that have updated them. Gradients
+    are summed in every part, so that a rank keeps its rows of them alone; else whole ones until the last part."""
+
+    reduce_every_part: bool = True
+
+    saves = Kind.OPTIMIZER
+    needs_always = DataParallel.needs_always | {
+        *(Fact.GRADS_AT_UPDATE, Fact.SAME_PARAMS),
+        *(SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS),
+    }
+    breaks_always = frozenset({Fact.WHOLE_UPDATES})
+
+    def apply(self, rig: Rig) -> Rig:
+        make_contiguous(rig.model)
+        rows, told = OwnRows(device_mesh(rig.device)), set[str]()
+
+        def sync(is_last: bool) -> AbstractContextManager[None]:
+            is_summed = is_last or self.reduce_every_part
+            return gradients_summed(rig.model, told, True, partial(RowSum, rows)) if is_summed else nullcontext()
+
+        def finish() -> None:
+            rig.finish()
+            rows.gather()
+
+        return replace(over_ranks(rig), sync=sync, updated_of=rows.of, finish=finish)
+
+
+@final
+class OwnRows:
+    """This rank's rows of each parameter, sharing its memory: as many on each rank, but fewer on the last ones where
+    they don't divide.
+
+    Args:
+        mesh: of the data ranks, in one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self.group = mesh, mesh.get_group()
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+
+    def of(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """What the optimizer updates: parameters with the shapes of these, sharded as FSDP would."""
+        return [self.part(parameter) for parameter in parameters]
+
+    def part(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dim() == 0:  # whole on each rank
+            return parameter
+        if parameter not in self._parts:
+            rows = self.own(parameter.data)
+            shape, stride = parameter.shape, parameter.stride()
+            sharded = DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+            self._parts[parameter] = register_copy(nn.Parameter(sharded), parameter)
+        return self._parts[parameter]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a tensor."""
+        num, begin = self.num_rows(tensor), self._mesh.get_local_rank() * self.num_rows(tensor)
+        return tensor[min(begin, len(tensor)) : min(begin + num, len(tensor))]
+
+    def num_rows(self, tensor: Tensor) -> int:
+        """How many rows of a tensor a rank has at most."""
+        return -(-len(tensor) // self._mesh.size())
+
+    def filled_up(self, tensor: Tensor, num_rows: int) -> Tensor:
+        """The tensor; with rows of zeros at its end, if it has fewer than `num_rows`."""
+        missing = num_rows - len(tensor)
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+    def gather(self) -> None:
+        """After an update: give each parameter the rows that other ranks have updated."""
+        for parameter in self._parts:
+            whole, num = parameter.data, self.num_rows(parameter)
+            rows = self.filled_up(self.own(whole), num)
+            is_even = len(whole) == num * self._mesh.size()
+            gathered = whole if is_even else whole.new_empty(num * self._mesh.size(), *whole.shape[1:])
+            all_gather(gathered, rows.clone() if is_even else rows, self.group)
+            if not is_even:
+                whole.copy_(gathered[: len(whole)])
+
+
+@final
+class RowSum(GradientSum):
+    """As `GradientSum`, but each rank gets the sums of its own rows alone, and no gradient stays whole."""
+
+    def __init__(self, rows: OwnRows, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__(names)
+        self._rows = rows
+        self._in_flight: deque[tuple[Tensor, Tensor, Tensor, dist.Work]] = deque()
+        self._first: set[Tensor] = set()  # whose sum is the first of this step
+
+    def send(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.dim() == 0:
+            super().send(parameter)
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            self.unused.add(parameter)
+        num = self._rows.num_rows(parameter)
+        whole = self._rows.filled_up(parameter.grad, num * self._rows.group.size()).contiguous()
+        parameter.grad = None
+        rows = whole.new_empty(num, *whole.shape[1:])
+        work = reduce_scatter(rows, whole, self._rows.group)
+        self.sent[parameter] = work
+        self._in_flight.append((parameter, rows, whole, work))
+        while len(self._in_flight) > MOST_IN_FLIGHT:
+            self._take()
+
+    def _take(self) -> None:
+        """Wait for the oldest sum, and add it to what earlier parts have left."""
+        parameter, rows, _, work = self._in_flight.popleft()
+        assert isinstance(parameter, nn.Parameter)
+        work.wait()
+        part = self._rows.part(parameter)
+        rows = rows[: len(local(part))]
+        if part.grad is None:
+            part.grad = spread_as(part, rows)
+            self._first.add(parameter)
+        else:
+            local(part.grad).add_(rows)
+
+    def finish(self) -> None:
+        while self.waiting_for:
+            self.send(self.waiting_for.pop())
+        while self._in_flight:
+            self._take()
+        super().finish()
+
+    def forget(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.dim() == 0:
+            super().forget(parameter)
+        elif parameter in self._first:
+            self._rows.part(parameter).grad = None
