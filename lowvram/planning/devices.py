@@ -30,6 +30,7 @@ class DeviceSpec:
     memory_bytes: int | None = None  # the total that its driver reports, including what the CUDA context will take
     bandwidth_bytes_per_s: float | None = None  # of its memory
     pcie_bytes_per_s: float | None = None  # to the host, one way
+    link_bytes_per_s: float | None = None  # to the cards of other ranks, one way
     fp32_flops_per_s: float | None = None
     tf32_flops_per_s: float | None = None
     bf16_flops_per_s: float | None = None

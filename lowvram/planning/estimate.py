@@ -21,7 +21,7 @@ from lowvram.planning.memory.overheads import (
 from lowvram.planning.memory.replay import further_steps, gc_off, needs_of, replay
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
-from lowvram.planning.time.op_cost import FORMATS, Column
+from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.time.roofline import DataSheet, Rates, step_time
 from lowvram.planning.trace.events import Phase, Trace
 
@@ -76,7 +76,17 @@ def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurre
         "largest": [{"name": item.maker, "kind": item.kind.value, "bytes": item.num_bytes} for item in largest],
         "lines": [{"name": item.name, "bytes": item.num_bytes, "source": item.source} for item in overheads],
         **times(trace, plan_device),
+        **traffic(trace, plan_device),
     }
+
+
+def traffic(trace: Trace, plan_device: PlanDevice) -> Fields:
+    """The fields about what a rank sends to others in a step, and how long its link is busy with it at least."""
+    if plan_device.num_ranks == 1:
+        return {"wire_bytes": None, "wire_ms": None}
+    sent = trace.work[trace.work[:, Column.STREAM] == STREAMS.index(Stream.TO_RANKS)]
+    num_bytes, rate = int((sent[:, Column.BYTES] * sent[:, Column.TIMES]).sum()), plan_device.device.link_bytes_per_s
+    return {"wire_bytes": num_bytes, "wire_ms": None if rate is None else 1e3 * num_bytes / rate}
 
 
 def times(trace: Trace, plan_device: PlanDevice) -> Fields:

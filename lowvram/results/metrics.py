@@ -166,6 +166,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan.host_bytes", "planned host {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     Metric(LEAST_VRAM, "least vram {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_WITH_BUDGET),
     Metric("plan.step_ms", "planned step ms", "ms", better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
+    Metric("plan.wire_bytes", "sent to ranks {unit}/step", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     *(
         Metric(
             f"memory.by_kind_max.{kind.value}",

@@ -25,6 +25,7 @@ def plan_lines(plan: Plan | None) -> list[str]:
             _verdict(plan),
             _host(plan),
             _time(plan),
+            _wire(plan),
             _kinds(plan),
             _largest(plan),
             _unknown(plan),
@@ -69,6 +70,13 @@ def _time(plan: Plan) -> str | None:
     of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
     shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
     return f"about {ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
+
+
+def _wire(plan: Plan) -> str | None:
+    if not plan.get("wire_bytes"):
+        return None
+    time = "" if plan["wire_ms"] is None else f", at least {ms_text(plan['wire_ms'])} ms of its link"
+    return f"each rank sends {size_text(plan['wire_bytes'])} a step to others{time}"
 
 
 def ms_text(milliseconds: float) -> str:

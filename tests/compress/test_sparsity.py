@@ -363,8 +363,8 @@ def test_a_mask_takes_a_byte_a_weight_and_saves_nothing() -> None:
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"sharding": "fsdp"}, "every parameter is whole on its rank"),
-        ({"offload": "parameters"}, "every parameter is whole on its rank"),
+        ({"sharding": "fsdp"}, "the optimizer updates whole parameters"),
+        ({"offload": "parameters"}, "the optimizer updates whole parameters"),
         ({"stepping": "zeroth_order"}, "the backward pass of a part is one call of autograd"),
         ({"adapter": "qlora"}, "the weights of the model's blocks train"),
         ({"adapter": "lisa"}, "the same parameters train in every step"),

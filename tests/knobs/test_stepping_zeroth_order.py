@@ -260,7 +260,7 @@ def trained(sharding: str) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("choices", "why"),
     [
-        ({"offload": "parameters"}, "every parameter is whole on its rank, and offload=parameters ends that"),
+        ({"offload": "parameters"}, "the optimizer updates whole parameters, and offload=parameters ends that"),
         ({"precision": "bf16_pure"}, "weights that train are kept in fp32, and precision=bf16_pure ends that"),
     ],
 )

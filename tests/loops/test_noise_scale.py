@@ -225,7 +225,7 @@ def test_what_is_not_finite_does_not_count() -> None:
             {"stepping": "zeroth_order"},
             "the backward pass of a part is one call of autograd, and stepping=zeroth_order ends that",
         ),
-        ({"offload": "parameters"}, "every parameter is whole on its rank, and offload=parameters ends that"),
+        ({"offload": "parameters"}, "the optimizer updates whole parameters, and offload=parameters ends that"),
     ],
     ids=str,
 )

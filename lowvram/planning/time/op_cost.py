@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -57,6 +58,7 @@ class Stream(Enum):
     HOST = "host"  # its processor
     TO_HOST = "to host"
     TO_DEVICE = "to device"
+    TO_RANKS = "to other ranks"  # its bytes are those that this rank sends
 
 
 STREAMS = list(Stream)
@@ -78,6 +80,9 @@ FREE = {
     ATEN.resize_,
     ATEN.set_,
 }
+COLLECTIVES = "c10d"  # the namespace of torch.distributed's operators
+# Of those the argument that is the whole tensor, and how often a ring sends it.
+RINGS = {"allreduce_": (0, 2), "_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1), "broadcast_": (0, 1)}
 # Operators that read or write only those elements of their first tensor that the other arguments select.
 PICKING = {
     ATEN.embedding,
@@ -214,6 +219,9 @@ class OpCounter:
             self.times = outer
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
+        if operator.namespace == COLLECTIVES:
+            self.line(Stream.TO_RANKS, NO_PRODUCT, 0, sent_bytes(operator, args))
+            return
         recipe = recipe_of(operator)
         if recipe is None:
             return
@@ -272,6 +280,15 @@ class OpCounter:
         """(operators, columns) int64."""
         self.note_traffic()
         return torch.tensor(self.lines, dtype=torch.int64).view(-1, len(Column))
+
+
+def sent_bytes(operator: Any, args: tuple[Any, ...]) -> int:
+    """The bytes that each rank of a ring sends for a collective: all but its own share of a whole tensor, and for a
+    sum that all ranks get twice as many."""
+    place, times = RINGS.get(operator.overloadpacket.__name__, (0, 1))
+    group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
+    num_ranks = 1 if group is None else dist.ProcessGroup.unbox(group).size()
+    return times * size(args[place]) * (num_ranks - 1) // num_ranks
 
 
 def is_called_by_autograd() -> bool:

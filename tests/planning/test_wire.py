@@ -1,0 +1,87 @@
+"""What a plan says that ranks send to each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowvram.core.assemble import assemble
+from lowvram.core.knob import Knob
+from lowvram.core.step import step
+from lowvram.knobs.sharding import DDP, FSDP, ZeRO1
+from lowvram.planning.devices import DeviceSpec
+from lowvram.planning.estimate import PlanDevice, traffic
+from lowvram.planning.target import Target
+from lowvram.planning.time.op_cost import COLLECTIVES, sent_bytes
+from lowvram.planning.trace.tracer import trace
+from tests.laboratory import CPU, PROBLEMS, TOKENS, knobs_of, make_batch, my_slice
+from tests.ranks import on_ranks
+from tests.tiers import first_of
+
+CONTROL_BYTES = 200  # of sums of losses and target counts, and of what ranks agree on
+OPTIONS: dict[str, Knob] = {
+    "ddp": DDP(),
+    "zero1": ZeRO1(),
+    "fsdp": FSDP(),
+    "gathered once": FSDP(reshard_after_forward=False),
+    "summed once": FSDP(reduce_every_part=False),
+}
+
+
+def planned(knob: Knob, num_ranks: int, accum: str = "none") -> int:
+    found = trace(PROBLEMS["transformer"], knobs_of(sharding=knob, accum=accum), 8, Target(None, num_ranks))
+    return traffic(found, PlanDevice("cpu", DeviceSpec(), num_ranks))["wire_bytes"]
+
+
+def test_the_arithmetic_of_the_page() -> None:
+    """docs/sharding.md: of P bytes of weights, (N - 1) / N of the whole tensors each time."""
+    weights = sum(each.numel() * each.itemsize for each in PROBLEMS["transformer"].make_model().parameters())
+    for knob, times, times_in_two in (
+        (DDP(), 2, 2),
+        (ZeRO1(), 2, 3),
+        (ZeRO1(reduce_every_part=False), 2, 2),
+        (FSDP(reshard_after_forward=False), 2, 4),
+    ):
+        for accum, expected in (("none", times), ("x2", times_in_two)):
+            found = planned(knob, 4, accum)
+            assert found == pytest.approx(expected * weights * 3 / 4, rel=0.02), (knob, accum)
+
+
+def sent_in_a_step(knobs: dict[str, Knob]) -> list[int]:
+    """By real ranks, in the second step with each of the knobs."""
+
+    class Counting(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+            if operator.namespace == COLLECTIVES:
+                self.num_bytes += sent_bytes(operator, args)
+            return operator(*args, **(named or {}))
+
+    found: list[int] = []
+    for knob in knobs.values():
+        rig, batch = assemble(PROBLEMS["transformer"], knobs_of(sharding=knob), CPU), my_slice(make_batch(TOKENS, 8))
+        step(rig, batch)
+        with Counting() as counting:
+            step(rig, batch)
+        found.append(counting.num_bytes)
+    return found
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", first_of(list(OPTIONS)))
+def test_ranks_send_what_was_planned(name: str) -> None:
+    (found,), _ = on_ranks(sent_in_a_step, {name: OPTIONS[name]})
+    assert found == pytest.approx(planned(OPTIONS[name], 2), abs=CONTROL_BYTES)
+
+
+def test_a_link_is_busy_as_long_as_its_rate_says() -> None:
+    found = trace(PROBLEMS["transformer"], knobs_of(sharding="ddp"), 8, Target(None, 2))
+    device = PlanDevice("card", DeviceSpec(), 2)
+    assert traffic(found, device)["wire_ms"] is None
+    fields = traffic(found, replace(device, device=DeviceSpec(link_bytes_per_s=1e6)))
+    assert fields["wire_ms"] == pytest.approx(fields["wire_bytes"] / 1e3)
+    assert traffic(found, PlanDevice("card", DeviceSpec(), 1)) == {"wire_bytes": None, "wire_ms": None}
