@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lowvram.compat.torch_ops import norms
 
@@ -44,14 +44,23 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
     Communicates nothing, so every rank must pass the same `whole`.
 
     Args:
+        whole: of the shape of `like`, or of the length 1 in some dimensions; these aren't split. Or already a DTensor
+            of this layout, whose shard may be on another device.
         device: of the shard; None: that of the shard of `like`.
     """
     if not isinstance(like, DTensor):
         return whole
-    value = torch.empty_like(like, dtype=whole.dtype, device=device)
-    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    local(value).copy_(local(shard))
+    if not isinstance(whole, DTensor):
+        places = [place if is_split(whole, like, place) else Replicate() for place in like.placements]
+        whole = distribute_tensor(whole, like.device_mesh, places, src_data_rank=None)
+    value = torch.empty_like(whole, device=local(like).device if device is None else device)
+    local(value).copy_(local(whole))
     return value
+
+
+def is_split(whole: Tensor, like: Tensor, place: Placement) -> bool:
+    """Whether a whole tensor has the length of `like` in the dimension that this placement of `like` splits."""
+    return isinstance(place, Shard) and whole.shape[place.dim] == like.shape[place.dim]
 
 
 def reshard(model: nn.Module) -> None:

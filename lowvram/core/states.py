@@ -237,7 +237,7 @@ def _mark_state(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state in which tensors with the shape of their parameter are sharded as the parameter is."""
+    """A saved state in which tensors that fit their parameter (`placed_value`) are spread as the parameter is."""
     placed_state = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -247,6 +247,11 @@ def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
 
 
 def placed_value(value: Any, parameter: Tensor) -> Any:
-    """A value of a parameter's saved state, sharded as the parameter is, if it has its shape."""
-    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
-    return placed(value, parameter) if is_alike else value
+    """A value of a parameter's saved state, spread over the ranks as the parameter is, if it has its shape. Means over
+    a dimension have the length 1 there: if the parameter is sharded in it, each rank has them whole."""
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if not (is_whole and isinstance(parameter, DTensor)) or value.ndim != parameter.ndim:
+        return value
+    if any(length not in (1, own) for length, own in zip(value.shape, parameter.shape, strict=True)):
+        return value
+    return placed(value, parameter)
