@@ -6,4 +6,5 @@ from __future__ import annotations
 NOT_IDENTITY = (
     *("hydra", "paths", "logger", "local", "timeout_s", "resume", "trust", "name", "callbacks"),
     *("plan.skip", "measure.reruns", "optimized_metric", "jobs", "loader.cache_folder", "search.max_seconds"),
+    "snapshot.sharded_above_gib",
 )

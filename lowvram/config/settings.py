@@ -141,6 +141,7 @@ class SnapshotSettings:
 
     every_steps: int | None
     keep: int
+    sharded_above_gib: float | None
 
     def __post_init__(self) -> None:
         allowed = "null (only at the end and at an interrupt) or at least 1"
@@ -151,6 +152,13 @@ class SnapshotSettings:
             allowed,
         )
         require(self.keep >= 1, "snapshot.keep", self.keep, "at least 1")
+        is_size = self.sharded_above_gib is None or self.sharded_above_gib >= 0  # false of nan
+        allowed = "null (one file, whatever its size) or at least 0 GiB"
+        require(is_size, "snapshot.sharded_above_gib", self.sharded_above_gib, allowed)
+
+    @property
+    def sharded_above_bytes(self) -> float:
+        return math.inf if self.sharded_above_gib is None else self.sharded_above_gib * 2**30
 
 
 class ExportFormat(Enum):

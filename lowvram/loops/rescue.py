@@ -106,6 +106,12 @@ class Posts:
     def path(self, of_rank: int, what: str = "post") -> Path:
         return self._folder / f"{self._prefix}.{what}.{self._attempt:08x}{of_rank:08x}.unfinished"
 
+    def shards(self) -> Path:
+        """The folder in which each leaves its large shards."""
+        folder = self.path(0, "shards")
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def leave(self, post: dict[str, Any], state: dict[str, Any], writing: Path) -> None:
         """Leave this rank's post, with its shards of `state`. While it is written it is `writing`."""
         shards = [local(leaf).detach().cpu() for leaf in sharded_leaves(state)]

@@ -1,13 +1,13 @@
-"""Snapshots: everything that a run needs to go on as if it hadn't been interrupted. Each is one file, with a hash in
-its name, and written atomically."""
+"""Snapshots: everything that a run needs to go on as if it hadn't been interrupted. Each is one file, or a folder if
+its shards are large (`shard_files`), with a hash in its name, and written atomically."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -19,10 +19,30 @@ from lowvram.config.schema import present_name
 from lowvram.config.secret import REFUSED
 from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.core.mesh import all_ranks
+from lowvram.core.states import gathered
 from lowvram.core.troubles import is_out_of_memory
-from lowvram.results.files.durable import made_folders, remove_leftovers, settle, unfinished
+from lowvram.loops.shard_files import (
+    FILES,
+    Like,
+    apart,
+    are_sound,
+    read_shards,
+    remove_folder,
+    sharded_bytes,
+    write_shards,
+)
+from lowvram.results.files.durable import (
+    flush,
+    made_folders,
+    remove_leftovers,
+    settle,
+    settle_folder,
+    unfinished,
+    unfinished_folder,
+)
 from lowvram.results.files.marker import MARKER
-from lowvram.results.files.run_folder import SNAPSHOT_NAME, snapshots_in
+from lowvram.results.files.regular import fingerprint
+from lowvram.results.files.run_folder import SNAPSHOT_NAME, STATE, snapshots_in
 
 FORMED_BY = {  # for each part of a snapshot, the groups that determine the names and shapes in it
     "model": ("model", "task", "data", "adapter"),
@@ -32,6 +52,7 @@ FORMED_BY = {  # for each part of a snapshot, the groups that determine the name
 # run what only its last steps did.
 KEPT = ("sparsity",)
 Check = Callable[[dict[str, Any]], None]
+UNREADABLE = (errno.EIO, errno.EINVAL)  # the disk can't read them any more; it is no regular file
 
 
 FORGED = "no snapshot of lowvram's, whatever its hash says"
@@ -40,14 +61,55 @@ STRANGE = (KeyError, TypeError, AttributeError, IndexError, ValueError, EOFError
 
 @final
 class Snapshots:
-    """The snapshots of one run, in `folder`. A file's name carries its step and the hash of its bytes.
+    """The snapshots of one run, in `folder`. The name of each carries its step and the hash of its bytes.
 
     Args:
         run: the run's id, which each snapshot carries; None: not known, so snapshots of any run are accepted.
+        sharded_above_bytes: of sharded tensors together, above which each rank writes its shards.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, run: str | None = None, sharded_above_bytes: float = math.inf) -> None:
         self.folder, self.keep, self.run = folder, keep, run
+        self.sharded_above_bytes = sharded_above_bytes
+
+    def save_together(self, step: int, state: dict[str, Any], log: Callable[[], dict[str, Any]]) -> Path | None:
+        """Save the state of all ranks; returns where on the first one, and None on the others. A collective.
+
+        Args:
+            log: what else a snapshot holds, asked on the first rank right before it is complete.
+        """
+        made_folders(self.folder)
+        if not self.is_in_shards(state):
+            entire = gathered(state)
+            return None if entire is None else self.save(step, entire | log())
+        is_first = all_ranks().is_first
+        if is_first:
+            remove_leftovers(self.folder)
+        with unfinished_folder(self.folder / f"step_{step:08d}.shards") if is_first else nullcontext() as made:
+            beside = Path(next(filter(None, all_ranks().gather(made and str(made)))))
+            rest, shards = apart(state)
+            hashes = all_ranks().gather(write_shards(beside, shards, all_ranks().rank))  # now all have finished
+            entire = gathered(rest)
+            return None if entire is None else self.settle_shards(step, beside, entire | log(), hashes)
+
+    def is_in_shards(self, state: dict[str, Any]) -> bool:
+        """Whether each rank writes its own shards of such a state."""
+        return sharded_bytes(state) > self.sharded_above_bytes
+
+    def settle_shards(self, step: int, beside: Path, state: dict[str, Any], hashes: list[dict[str, str]]) -> Path:
+        """Make a snapshot of a folder in which each rank has written its shards.
+
+        Args:
+            hashes: of each rank's files, by their names.
+        """
+        files = {name: value for of_rank in hashes for name, value in of_rank.items()}
+        with (beside / STATE).open("wb") as file:
+            torch.save(state | {"run": self.run, FILES: files}, file)
+        flush(beside / STATE)
+        path = self.folder / f"step_{step:08d}.{fingerprint(beside / STATE)}.shards"
+        settle_folder(beside, path)
+        self.forget_older(path)
+        return path
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a temporary file, hash it and rename it, all synced to disk; then delete all but the newest `keep`."""
@@ -69,32 +131,41 @@ class Snapshots:
         """
         others = [old for old in snapshots_in(self.folder) if old != newest]
         for old in others[self.keep - (newest is not None) :]:
-            old.unlink()
+            remove_folder(old) if old.is_dir() else old.unlink()
 
-    def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
+    def load(
+        self, check: Check = lambda state: None, like: Callable[[], Like] = dict[str, Any]
+    ) -> dict[str, Any] | None:
         """The newest sound snapshot, on the CPU; None if there is no snapshot. Damaged ones and those of other runs are
         renamed, with a message.
 
-        A collective: all ranks must call it, and each loads the snapshot.
+        A collective: all ranks must call it, and each loads the snapshot; of one in shards its own ones.
 
         Args:
             check: raises an error for a state that doesn't fit, before anything is printed or renamed.
+            like: how this run's tensors are sharded (`read_shards`).
 
         Raises:
             BadInput: all of them are damaged, or another run's.
         """
         with all_ranks().first_before_others():
-            return self._load(check)
+            found = self._newest(check)
+        if found is None:
+            return None
+        path, state = found
+        with fitting(self.folder.parent):
+            return read_shards(path, state, like()) if path.is_dir() else state
 
-    def _load(self, check: Check) -> dict[str, Any] | None:
+    def _newest(self, check: Check) -> tuple[Path, dict[str, Any]] | None:
         paths = snapshots_in(self.folder)
-        for path in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
+        named = {path for pattern in ("step_*.pt", "step_*.shards") for path in self.folder.glob(pattern)}
+        for path in sorted(named - set(paths)):
             print(
                 f"{path} is passed over: it is not a snapshot of this run, for it is no file or has no hash in its name"
             )
         unusable: dict[Path, str] = {}  # and what is wrong with each
         for path in paths:
-            state = read_state(path) if is_sound(path) else None
+            state = read_state(path) if is_sound(path, all_ranks().is_first) else None
             if state is not None and not isinstance(state, dict):
                 unusable[path] = FORGED
                 continue
@@ -108,7 +179,7 @@ class Snapshots:
                     continue
                 put_aside(unusable)
                 print(f"continuing from {path}")
-                return state
+                return path, state
             unusable[path] = "damaged (its bytes don't match its hash)" if state is None else "another run's"
         if unusable:
             raise self._no_sound_one(list(unusable.values()))
@@ -149,9 +220,10 @@ def put_aside(paths: dict[Path, str]) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """What a snapshot holds, on the CPU; an empty tuple if torch can't read it. No code in it is run."""
+    """What a snapshot holds, on the CPU, in the place of shards tensors without memory; an empty tuple if torch can't
+    read it. No code in it is run."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(state_file(path), map_location="cpu", weights_only=True)
     except (*STRANGE, pickle.UnpicklingError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -159,21 +231,31 @@ def read_state(path: Path) -> Any:
     return () if state is None else state
 
 
-def is_sound(path: Path) -> bool:
-    """Whether a snapshot's bytes are those that were saved."""
+def state_file(path: Path) -> Path:
+    """The file of a snapshot whose hash is in the snapshot's name."""
+    return path / STATE if path.is_dir() else path
+
+
+def is_sound(path: Path, with_shards: bool = True) -> bool:
+    """Whether a snapshot's bytes are those that were saved.
+
+    Args:
+        with_shards: whether to read the shards, too.
+    """
     match = SNAPSHOT_NAME.fullmatch(path.name)
     try:
-        return match is not None and fingerprint(path) == match[2]
+        if match is None or fingerprint(state_file(path)) != match[2]:
+            return False
+        if not (with_shards and path.is_dir()):
+            return True
+        hashes = read_state(path)[FILES]
+        return are_sound(path, hashes)
+    except STRANGE:  # it is forged
+        return False
     except OSError as error:
-        if error.errno == errno.EIO:  # the disk can't read them any more
+        if error.errno in UNREADABLE:
             return False
         raise
-
-
-def fingerprint(path: Path) -> str:
-    """The first 64 bits of the SHA-256 of a file, as 16 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

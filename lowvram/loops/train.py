@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import index
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -21,7 +22,8 @@ from lowvram.core.mesh import all_ranks
 from lowvram.core.phases import BETWEEN
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
-from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
+from lowvram.core.shards import is_sharded
+from lowvram.core.states import Frozen, load_whole, trained_state, whole_model
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields, origins
@@ -36,6 +38,7 @@ from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
+from lowvram.loops.shard_files import Like, apart, write_shards
 from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
@@ -98,7 +101,8 @@ class TrainingRun:
 
     def __init__(self, session: Session, log: MetricsLog) -> None:
         self.session, self.metrics_log = session, log
-        self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep, session.run)
+        keep, above_bytes = session.settings.snapshot.keep, session.settings.snapshot.sharded_above_bytes
+        self.snapshots = Snapshots(session.folder / SNAPSHOTS, keep, session.run, above_bytes)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
         self.first_loss_step = self.last_loss_step = 0
@@ -118,7 +122,7 @@ class TrainingRun:
         self.loss_state = LossState(parts_of_loss) if parts_of_loss is not None else None
         self.savable = Savable(self.formed_state(), session.rig.model.state_dict())
         check = partial(check_form, self.formed_state())
-        state = self.snapshots.load(check) if session.is_resumed else None
+        state = self.snapshots.load(check, self.like) if session.is_resumed else None
         if state is not None:
             with fitting(session.folder):
                 self.restore(state)
@@ -230,9 +234,9 @@ class TrainingRun:
             if not self.savable.check(self.formed_state(), self.step):
                 return False
             randoms = all_ranks().gather(self.with_unregistered(random or generators.saved(), held))
-            state = gathered(self.state(randoms))
-            if state is not None:
-                self.write(state | self.metrics_log.state())
+            path = self.snapshots.save_together(self.step, self.state(randoms), self.metrics_log.state)
+            if path is not None:
+                self.tell(path)
             self.saved_step = self.step
         elif all_ranks().is_first:
             self.snapshots.forget_older()
@@ -252,17 +256,23 @@ class TrainingRun:
             return False
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
-        post = {"random": self.with_unregistered(random, held), "log": self.metrics_log.state()}
-        posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{all_ranks().rank}"))
+        is_in_shards = self.snapshots.is_in_shards(state)
+        rest, shards = apart(state) if is_in_shards else (state, {})
+        hashes = write_shards(posts.shards(), shards, all_ranks().rank) if is_in_shards else {}
+        post = {"random": self.with_unregistered(random, held), "log": self.metrics_log.state(), "hashes": hashes}
+        posts.leave(post, rest, unfinished_name(self.snapshots.folder / f"rank_{all_ranks().rank}"))
         if not posts.is_complete():
             return False
-        whole, of_ranks = posts.take(state)
-        randoms = [each["random"] for each in of_ranks]
-        self.write(whole | {"random": randoms} | of_ranks[0]["log"])
+        whole, of_ranks = posts.take(rest)
+        whole |= {"random": [each["random"] for each in of_ranks]} | of_ranks[0]["log"]
+        if is_in_shards:
+            hashes_of_ranks = [each["hashes"] for each in of_ranks]
+            self.tell(self.snapshots.settle_shards(self.step, posts.shards(), whole, hashes_of_ranks))
+        else:
+            self.tell(self.snapshots.save(self.step, whole))
         return True
 
-    def write(self, state: dict[str, Any]) -> None:
-        path = self.snapshots.save(self.step, state)
+    def tell(self, path: Path) -> None:
         self.session.events("snapshot", step=self.step, path=str(path))
 
     def state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
@@ -302,6 +312,12 @@ class TrainingRun:
             "model": trained_state(rig.model, self.frozen.unchanged()),
             "stepper": rig.stepper.state_dict(),
         }
+
+    def like(self) -> Like:
+        """How the state is sharded, as far as it is known before the optimizer has made its own: as its parameters."""
+        rig = self.session.rig
+        updated = next(filter(is_sharded, rig.updated), None)
+        return {"model": rig.model.state_dict()} | ({} if updated is None else {"stepper": updated})
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; `begin` sets the random state."""

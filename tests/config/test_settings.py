@@ -136,8 +136,10 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         ),
         (lambda: MeasureSettings(1, 1, 1.0, False, True, 0, 2), "measure.fidelity_steps=0: must be at least 1"),
         (lambda: MeasureSettings(1, 1, 1.0, False, True, 1, 3), "measure.reruns=3: must be 0, 1 or 2"),
-        (lambda: SnapshotSettings(0, 1), "snapshot.every_steps=0: must be null"),
-        (lambda: SnapshotSettings(1, 0), "snapshot.keep=0: must be at least 1"),
+        (lambda: SnapshotSettings(0, 1, None), "snapshot.every_steps=0: must be null"),
+        (lambda: SnapshotSettings(1, 0, None), "snapshot.keep=0: must be at least 1"),
+        (lambda: SnapshotSettings(1, 1, -1.0), "snapshot.sharded_above_gib=-1.0: must be null"),
+        (lambda: SnapshotSettings(1, 1, math.nan), "snapshot.sharded_above_gib=nan: must be null"),
         (lambda: RootSettings(**{**VALUES, "seed": -1}), "seed=-1: must be between 0 and"),
         (lambda: RootSettings(**{**VALUES, "seed": 2**63}), "seed=9223372036854775808: must be between 0 and"),
         (lambda: RootSettings(**{**VALUES, "device": "gpu"}), "device='gpu': must be auto, cpu, cuda or cuda:N"),
@@ -149,7 +151,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (lambda: RootSettings(**{**VALUES, "name": "../x"}), "name='../x': must be null or 1 to 100 letters"),
         (lambda: RootSettings(**{**VALUES, "vram": "8"}), "vram='8': must be null or a number above 0 with a unit"),
     ],
-    ids=range(23),
+    ids=range(25),
 )
 def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as refused:

@@ -15,7 +15,7 @@ from lowvram.results.row import _reported, read
 from tests.calls import history
 
 Results = dict[str, Any]
-HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
+HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.(?:pt|shards)$")
 LEFT = re.compile(r"unfinished|\.tmp|~$")
 DIFFERENT = re.compile(
     r"(.*/)?(native(\.\d+)?\.log|\.lowvram|table\.md|wandb.*|events\.out\.tfevents.*|disturbed-\d+\.jsonl?|diary\.txt)$"
@@ -85,7 +85,8 @@ def about(row: Any) -> Results:
 
 def names(work: Path, foreign: set[Path]) -> list[str]:
     """Of all files; of snapshots the newest one's, and how many there are: which come before depends on interrupts."""
-    files = [path for path in work.glob("**/*") if not path.is_dir() and path not in foreign]
+    files = [path for path in work.glob("**/*") if not (path.is_dir() or is_of_snapshot(path)) and path not in foreign]
+    files += [path for path in work.glob("**/step_*.shards") if path.is_dir()]
     shown: list[str] = []
     snapshots: dict[Path, list[str]] = {}
     for path in files:
@@ -97,6 +98,11 @@ def names(work: Path, foreign: set[Path]) -> list[str]:
     shown += [f"{folder}/{max(steps)}.pt" for folder, steps in snapshots.items()]
     shown += [f"{folder}/{len(steps)} snapshots" for folder, steps in snapshots.items()]
     return sorted(name for name in shown if not DIFFERENT.match(name))
+
+
+def is_of_snapshot(path: Path) -> bool:
+    """Whether it is a file of a snapshot that is a folder."""
+    return HASHED.fullmatch(path.parent.name) is not None
 
 
 def differences(wanted: Any, found: Any, where: str = "") -> list[str]:

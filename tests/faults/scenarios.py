@@ -154,6 +154,7 @@ DDP, FSDP = ("sharding=ddp", "sharding.ranks=2"), ("sharding=fsdp", "sharding.ra
 RANKS = [
     training("ddp", DDP),
     training("fsdp", (*FSDP, "model.dropout=0.2")),
+    training("fsdp shards", (*FSDP, "snapshot.sharded_above_gib=0")),
     training("ddp parts", (*DDP, "accum=x2", "snapshot.every_steps=1")),
     training("fsdp lean", (*FSDP, "optimizer=sgd", "ckpt=every1", "snapshot.keep=1")),
     resuming("ddp", DDP),

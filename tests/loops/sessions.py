@@ -38,7 +38,7 @@ from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
-from lowvram.tasks import Auto
+from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 BATCH_SIZE = 4
@@ -99,13 +99,14 @@ GROW = GrowSettings(run=None, factor=2, how=GrowthKind.stack)
 
 def session_in(
     folder: Path,
-    problem: str = "transformer",
+    problem: str | Problem = "transformer",
     *,
     choices: dict[str, str | Knob] | None = None,
     schedule: Schedule | None = None,
     told: Told | None = None,
     is_resumed: bool = False,
     snapshot_every: int | None = None,
+    sharded_above_gib: float | None = None,
     merge: bool = False,
     export: ExportFormat = ExportFormat.safetensors,
     metrics: list[str] | None = None,
@@ -114,7 +115,8 @@ def session_in(
     **train: Any,
 ) -> Session:
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
-    task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
+    task = PROBLEMS[problem] if isinstance(problem, str) else problem
+    knobs = knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
     settings = Settings(
         root=RootSettings(0, "cpu", vram=None, timeout_s=None, resume=None, name=None, process="child", callbacks=None),
@@ -125,7 +127,7 @@ def session_in(
         search=SearchSettings(groups=None, lossy=False, probes=3),
         prune=prune,
         grow=grow,
-        snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
+        snapshot=SnapshotSettings(snapshot_every, 2, sharded_above_gib),
         export=ExportSettings(merge=merge, format=export),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )

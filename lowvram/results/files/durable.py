@@ -79,6 +79,13 @@ def settle(beside: Path, path: Path) -> None:
     flush_folder(path.parent)
 
 
+def settle_folder(beside: Path, path: Path) -> None:
+    """The same of a folder whose files are flushed. Nothing may have the name `path`."""
+    flush_folder(beside)
+    beside.rename(path)
+    flush_folder(path.parent)
+
+
 def write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Replace a file as a whole by what `fill` writes into the file that it is given."""
     with unfinished(path) as beside:

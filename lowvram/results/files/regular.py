@@ -5,6 +5,7 @@ ever, and a device such as /dev/zero never ends. Imports no torch.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -64,3 +65,9 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
     """Raises OSError, as `open_regular`, for a file that a library is to read."""
     open_regular(path, most_bytes).close()
+
+
+def fingerprint(path: Path) -> str:
+    """The first 64 bits of the SHA-256 of a file, as 16 hex digits. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -47,7 +47,8 @@ LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED)  # patterns
 LARGEST_MARKER_BYTES = 2**16
 MARKER_BYTES = 2**10  # of each marker that is written, padded with blanks
 SNAPSHOTS = "snapshots"  # the folder
-SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
+STATE = "state.pt"  # in a snapshot that is a folder, all but the shards; its hash is in the folder's name
+SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.(?:pt|shards)")
 
 
 class Kind(Enum):
@@ -375,9 +376,17 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folder: Path) -> list[Path]:
-    """The snapshots, the newest first. Folders, broken links and pipes with such names aren't ours."""
-    files = (path for path in folder.glob("step_*.pt") if SNAPSHOT_NAME.fullmatch(path.name) and path.is_file())
-    return sorted(files, key=lambda path: path.name, reverse=True)
+    """The snapshots, the newest first. Broken links, pipes, and folders without a state that have such names aren't
+    ours."""
+    named = (path for path in folder.glob("step_*") if SNAPSHOT_NAME.fullmatch(path.name) and is_snapshot(path))
+    return sorted(named, key=lambda path: path.name, reverse=True)
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether there is what such a name promises: a file, or a folder with a state."""
+    if path.suffix == ".pt":
+        return path.is_file()
+    return not path.is_symlink() and (path / STATE).is_file()
 
 
 HOLDS = {Kind.RUN: holds_run, Kind.SWEEP: holds_sweep}

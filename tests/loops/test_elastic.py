@@ -1,0 +1,228 @@
+"""A run may go on with another number of ranks and another sharding: k steps, a snapshot and k steps elsewhere are 2k
+steps of one process, with the same samples in the same order. In fp64 losses are equal to 1e-12."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+from torch import nn
+
+from lowvram.core.knob import Knob
+from lowvram.core.mesh import data_ranks
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.sharding import FSDP
+from lowvram.loops.session import Interrupted
+from lowvram.loops.train import Train
+from lowvram.tasks import Auto, Problem
+from tests.laboratory import TRANSFORMER, InDouble
+from tests.loops.sessions import Told, session_in
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.medium
+
+Choices = dict[str, str | Knob]
+Losses = list[tuple[int, float]]
+K = 2
+
+
+class Double(InDouble):
+    """A problem in fp64, with all that a session asks a problem for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "problem":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.problem, name)
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        return super().call(model, inputs.double() if inputs.is_floating_point() else inputs)
+
+
+THREE_TOKENS = DataSpec(Modality.TOKENS, 3, (8,))  # so that of four ranks one has no row of the head's weight
+SMALL: Any = Double(Auto().pose(replace(TRANSFORMER, num_layers=2), THREE_TOKENS))
+WIDE: Any = Double(Auto().pose(replace(TRANSFORMER, num_layers=2, width=64), THREE_TOKENS))
+
+
+class Point(NamedTuple):
+    """A sharding, on some ranks."""
+
+    sharding: str
+    num_ranks: int
+
+    def choices(self) -> Choices:
+        hsdp: Choices = {"sharding": FSDP(replicate=2)}
+        return {} if self.num_ranks == 1 else hsdp if self.sharding == "hsdp" else {"sharding": self.sharding}
+
+
+ALONE = Point("none", 1)
+OPTIONS = ["ddp", "zero1", "fsdp"]
+POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS), Point("hsdp", 4)]
+
+
+class Leg(NamedTuple):
+    """Some steps of a run."""
+
+    folder: Path
+    batch_size: int = 12
+    stop_at: int | None = None
+    is_resumed: bool = False
+    sharded_above_gib: float | None = None
+
+    def train(self, task: Problem, choices: Choices) -> Losses:
+        """The losses of its steps and, after the last one, the held-out one."""
+        told = Told(stop_at=self.stop_at if data_ranks().is_first else None)
+        session = session_in(
+            self.folder,
+            task,
+            choices=choices,
+            told=told,
+            is_resumed=self.is_resumed,
+            steps=2 * K,
+            batch_size=self.batch_size,
+            sharded_above_gib=self.sharded_above_gib,
+        )
+        try:
+            Train().run(session)
+        except Interrupted:
+            return told.values("loss/train")
+        return [*told.values("loss/train"), *told.values("loss/eval")]
+
+
+def train_legs(task: Problem, choices: Choices, legs: list[Leg]) -> list[Losses]:
+    return [leg.train(task, choices) for leg in legs]
+
+
+def trained(point: Point, task: Problem, choices: Choices, legs: list[Leg]) -> list[Losses]:
+    """The losses of each leg, which all ranks of the point know."""
+    choices = {**choices, **point.choices()}
+    if point == ALONE:
+        return train_legs(task, choices, legs)
+    of_ranks = on_ranks(train_legs, task, choices, legs, num_ranks=point.num_ranks)
+    assert all(losses == of_ranks[0] for losses in of_ranks)
+    return of_ranks[0]
+
+
+def check_pairs(
+    tmp_path: Path,
+    sources: Iterable[Point],
+    targets: Iterable[Point],
+    batch_size: int,
+    sharded_above_gib: float | None = None,
+) -> None:
+    """That each target goes on with what each source has saved."""
+    task = SMALL
+    (wanted,) = trained(ALONE, task, {}, [Leg(tmp_path / "wanted", batch_size)])
+    assert [step for step, _ in wanted] == [1, 2, 3, 4, 4]
+    legs = list[Leg]()
+    for source in sources:
+        leg = Leg(tmp_path / "-".join(map(str, source)), batch_size, stop_at=K, sharded_above_gib=sharded_above_gib)
+        assert trained(source, task, {}, [leg]) == [near(wanted[:K])], source
+        (saved,) = (leg.folder / "snapshots").iterdir()
+        is_in_shards = sharded_above_gib is not None and source.sharding not in ("none", "ddp")
+        assert saved.suffix == (".shards" if is_in_shards else ".pt")
+        legs.append(leg._replace(stop_at=None, is_resumed=True))
+    for target in targets:
+        copies = [leg._replace(folder=tmp_path / f"{leg.folder.name} {target}") for leg in legs]
+        for leg, copy in zip(legs, copies, strict=True):
+            shutil.copytree(leg.folder, copy.folder)
+        for leg, found in zip(legs, trained(target, task, {}, copies), strict=True):
+            assert found == near(wanted[K:]), f"{leg.folder.name} to {target}"
+
+
+def near(losses: Losses, band: float = 1e-12) -> Any:
+    return [(step, pytest.approx(loss, rel=band, abs=0)) for step, loss in losses]
+
+
+def test_a_run_goes_on_elsewhere_with_the_same_losses(tmp_path: Path) -> None:
+    check_pairs(tmp_path, [Point("zero1", 2)], [ALONE, Point("fsdp", 3)], 5)
+
+
+def test_a_run_goes_on_elsewhere_with_shards_that_each_rank_has_written(tmp_path: Path) -> None:
+    check_pairs(tmp_path, [Point("fsdp", 3)], [ALONE, Point("zero1", 2)], 5, sharded_above_gib=0.0)
+
+
+def fail_in_third_step(leg: Leg) -> str:
+    """Of all ranks at once, so that none can talk to another any more. Returns the error."""
+    session = session_in(
+        leg.folder, SMALL, choices=Point("fsdp", 2).choices(), steps=2 * K, batch_size=12, sharded_above_gib=0.0
+    )
+    forward, parts = session.rig.forward, list[Any]()
+
+    def fail(part: Any) -> Any:
+        parts.append(part)
+        if len(parts) == K + 1:
+            raise ValueError("broken")
+        return forward(part)
+
+    try:
+        Train().run(replace(session, rig=replace(session.rig, forward=fail)))
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def test_ranks_that_fail_leave_their_shards_of_the_last_whole_step(tmp_path: Path) -> None:
+    leg = Leg(tmp_path / "found")
+    assert on_ranks(fail_in_third_step, leg) == ["broken", "broken"]
+    (path,) = (leg.folder / "snapshots").iterdir()
+    assert (path.name.partition(".")[0], path.suffix) == ("step_00000002", ".shards")
+    assert not list(leg.folder.glob(".step_*"))
+    (wanted,) = trained(ALONE, SMALL, {}, [Leg(tmp_path / "wanted")])
+    (found,) = trained(ALONE, SMALL, {}, [leg._replace(is_resumed=True)])
+    assert found == near(wanted[K:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", *OPTIONS, "hsdp"])
+@pytest.mark.parametrize(("batch_size", "sharded_above_gib"), [(12, None), (5, 0.0)])
+def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
+    tmp_path: Path, sharding: str, batch_size: int, sharded_above_gib: float | None
+) -> None:
+    """Among them all pairs of shardings, and with each of them all pairs of numbers of ranks. Five samples divide by no
+    number of ranks, and of four ranks one has no row of the head's weight."""
+    targets = [point for point in POINTS if point.sharding == sharding]
+    check_pairs(tmp_path, POINTS, targets, batch_size, sharded_above_gib)
+
+
+# With what else a run is made of
+
+EXACT = ["adamw", "sgd", "adam_mini", "lamb", "lars"]
+ROUNDING = ["muon"]  # products in bf16
+WHOLE = ["adafactor", "adamw_companded", "sgd_companded", "muon_companded", "apollo", "sinkgd"]
+
+
+def drawn(random: Random) -> tuple[Point, Point, Choices]:
+    """Two points, and what both allow."""
+    one, other = random.choice(POINTS), random.choice(POINTS)
+    shardings = {one.sharding, other.sharding}
+    has_whole_updates = shardings <= {"none", "ddp"}
+    has_own_backward = shardings <= {"none", "fsdp", "hsdp"}
+    steppings = ["after_backward", "in_backward", "cpu_offload"] if has_own_backward else ["after_backward"]
+    choices: Choices = {
+        "optimizer": random.choice([*EXACT, *ROUNDING, *(WHOLE if has_whole_updates else [])]),
+        "stepping": random.choice(steppings),
+        "accum": random.choice(["none", "x2"]),
+        "ckpt": random.choice(["none", "every1", "every2"]),
+        "precision": random.choice(["fp32", "fp32", "fp16"]),
+    }
+    return one, other, choices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20261128, 20261128 + 30))
+def test_with_any_optimizer_stepping_parts_and_precision(tmp_path: Path, seed: int) -> None:
+    """Where weights are rounded to few bits, one that lies between two codes may be rounded to either."""
+    random = Random(seed)
+    source, target, choices = drawn(random)
+    is_exact = choices["optimizer"] in EXACT and choices["precision"] == "fp32"
+    band, batch_size = 1e-12 if is_exact else 1e-3, random.choice([8, 9, 10, 12])
+    (wanted,) = trained(ALONE, WIDE, choices, [Leg(tmp_path / "wanted", batch_size)])
+    leg = Leg(tmp_path / "found", batch_size, stop_at=K, sharded_above_gib=random.choice([None, 0.0]))
+    first = trained(source, WIDE, choices, [leg])[0]
+    second = trained(target, WIDE, choices, [leg._replace(stop_at=None, is_resumed=True)])[0]
+    assert [*first, *second] == near(wanted, band), f"{source} to {target} with {choices}"
