@@ -23,6 +23,8 @@ from lowvram.results.terminal import tell
 class OptunaSweeper(CheckingSweeper):
     """conf/hydra/sweeper/optuna.yaml: asks Optuna for points, runs them, and tells it their figures."""
 
+    needs_rows = True
+
     def __init__(
         self,
         n_trials: int,

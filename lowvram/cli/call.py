@@ -17,15 +17,19 @@ from lowvram.cli.errors import unforeseen
 from lowvram.cli.here import Here, joined
 from lowvram.cli.job import Ending, Job
 from lowvram.cli.side_by_side import ONE, Slots, slots_for
+from lowvram.cli.submit import launcher_of
 from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import container
 from lowvram.config.errors import Refused, require
+from lowvram.config.identity import device_name, name_device
 from lowvram.config.settings import is_inline
+from lowvram.launch.launcher import Queue
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress, tell
 from lowvram.runs.folders import SweepFolder
+from lowvram.runs.submission import device_in
 
 
 @final
@@ -60,8 +64,12 @@ class Call:
     def __reduce__(self) -> tuple[Any, ...]:
         return job_elsewhere, ()
 
-    def begin_sweep(self, config: DictConfig) -> None:
-        """Before any point of a sweep is composed: take its folder."""
+    def begin_sweep(self, config: DictConfig, needs_rows: bool) -> None:
+        """Before any point of a sweep is composed: take its folder.
+
+        Args:
+            needs_rows: whether the sweeper chooses points by how others have ended.
+        """
         self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
         self._typed = list(config.hydra.overrides.task)
         self.logger = container(config.get("logger"))
@@ -71,6 +79,12 @@ class Call:
         require(self._jobs == ONE or not self.is_elsewhere, "jobs", self._jobs, allowed)
         if self.is_elsewhere:
             self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
+        if isinstance(launcher_of(config), Queue):
+            if self.is_elsewhere:
+                raise Refused("hydra/launcher: must be left out with launcher=slurm, which starts the processes")
+            if needs_rows:
+                raise Refused("hydra/sweeper: must be left out with launcher=slurm: it waits for the rows of points")
+            name_device(device_in(self.sweep.path) or device_name())
 
     def launch(self, launcher: Launcher, coming: SweepBatch, config: DictConfig, beside: Launcher) -> None:
         """Check the representative points of a batch, then run the batch. Raises the first error of either.
@@ -117,7 +131,7 @@ class Call:
                 raise Refused("process=inline: must be child where a launcher starts the processes")
             if len(configs) > 1:
                 raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
-        asked = {"configs": [request_of(config)["config"] for config in configs]}
+        asked = {"configs": [request_of(config)["config"] for config in configs], "lists_cards": self._jobs != ONE}
         answer = self.here.server.ask("check", asked, StopConditions(None, stop_signals))
         if stop_signals():
             return

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lowvram.cli.call import Call
 from lowvram.cli.initial import words_to_train_on
 from lowvram.cli.job import Ending
-from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from lowvram.config.settings import is_transform
 from lowvram.config.words import key
 from lowvram.launch.stop import stop_signals
@@ -27,8 +27,11 @@ from lowvram.runs.folders import end_runs
 from lowvram.runs.hydra_notes import is_own
 
 
-def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[str]) -> int:
+def close_run(endings: Collection[Ending], launch: Launch | None, words: Sequence[str]) -> int:
     """Print the result of a single run; returns the exit code. A refused run leaves no files."""
+    if any(ending.place for ending in endings):
+        end_runs(is_refused=False)
+        return 0
     ran = next(((ending, row) for ending in endings if (row := ending.read_row()) is not None), None)
     end_runs(is_refused=ran is None or ran[1]["status"] == Status.INCOMPATIBLE)
     if ran is None:
@@ -70,7 +73,9 @@ def close_sweep(call: Call, words: Sequence[str]) -> int:
         tell(call.failure, sys.stderr)
     if stop_signals() or others:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if call.failure else rows.exit_code(finished, sweep=True)
+    code = EXIT_FAILED if call.failure else rows.exit_code(finished, sweep=True)
+    may_run = any(ending.place for ending in endings)
+    return 0 if code == EXIT_REFUSED and may_run else code
 
 
 def is_finished(folder: Path) -> bool:
@@ -92,22 +97,37 @@ def show_sweep(call: Call, words: Sequence[str]) -> list[Row]:
     assert call.sweep is not None
     folder, endings = call.sweep.path, call.endings.values()
     for ending in endings:
-        if ending.is_stopped:
+        if ending.is_stopped or ending.refusal:
             call.sweep.forget(ending.folder)
     by_ending = [(ending, row) for ending in endings if (row := ending.read_row()) is not None]
     finished = table.collect(folder) if call.failure else [row for _, row in by_ending]
-    if not finished:
+    num_queued = sum(ending.place is not None for ending in endings)
+    if not finished and not num_queued:
         call.sweep.undo()
         return []
-    table.save(folder, table.collect(folder))
-    print(table.render(finished, sys.stdout, kept={row["id"] for ending, row in by_ending if ending.is_kept}))
-    report.save(folder)
-    tell(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
-    for line in [] if stop_signals() else wandb_sweep.record(folder, call.logger):
+    if finished:
+        show_rows(folder, finished, {row["id"] for ending, row in by_ending if ending.is_kept})
+    for line in [] if stop_signals() or not finished else wandb_sweep.record(folder, call.logger):
         tell(line)
     if any(folder.glob("*/wandb/offline-run-*")):
         tell(f"to upload: {sync_command(folder)}")
-    if call.failure or stop_signals() or any(map(rows.is_missing, finished)):
-        kept = [word for word in words if not word.startswith("hydra.sweep.dir=")]
-        tell(f"to run what is missing: {command_line(*kept, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}")
+    kept = [word for word in words if not word.startswith("hydra.sweep.dir=")]
+    again = command_line(*kept, f"hydra.sweep.dir={hydra_quoted(shown_path(folder))}")
+    if num_queued:
+        tell(f"{num_queued} of {len(endings)} points are in the queue")
+        tell(f"to see their rows and submit what is missing: {again}")
+    elif call.failure or stop_signals() or any(map(rows.is_missing, finished)):
+        tell(f"to run what is missing: {again}")
     return finished
+
+
+def show_rows(folder: Path, finished: Sequence[Row], kept: Collection[str]) -> None:
+    """Print the table of a sweep's rows, and save it in its folder with the report.
+
+    Args:
+        kept: the ids of those that an earlier call has finished.
+    """
+    table.save(folder, table.collect(folder))
+    print(table.render(finished, sys.stdout, kept=set(kept)))
+    report.save(folder)
+    tell(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")

@@ -37,10 +37,11 @@ OF_ONE_CALL = (
     "debug",
     "optimized_metric",
     "jobs",
+    "launcher",
     "callbacks",
     "trust",
 )  # what isn't passed on
-SECTIONS_OF_ONE_CALL = (*TRANSFORMS, "model", "hydra")
+SECTIONS_OF_ONE_CALL = (*TRANSFORMS, "model", "launcher", "hydra")
 # With other values of these the same tensors would be another model, or some of them would be left out.
 FIXED = ("num_layers", "num_distinct_layers", "num_heads", "num_kv_heads", "head_width", "layers", "block")
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 from lowvram.cli.errors import sentence, unforeseen
 from lowvram.cli.here import Here
 from lowvram.cli.objective import Objective
+from lowvram.cli.submit import Place, Submitter, check_launcher, launcher_of
 from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
@@ -26,8 +28,9 @@ from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
 from lowvram.fidelity.client import check_fresh
+from lowvram.launch.launcher import Local, Unsure, own_token
 from lowvram.launch.spec import Point
-from lowvram.launch.stop import stop_signals
+from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.launch.torchrun import Launch, launch_from
 from lowvram.planning.client import plan_for_row
 from lowvram.planning.devices import load_device
@@ -38,9 +41,11 @@ from lowvram.runs import folders
 from lowvram.runs.callbacks import check_callbacks
 from lowvram.runs.hydra_notes import notes_of, write_notes
 from lowvram.runs.run import row_inline, run_point
+from lowvram.runs.submission import Submission
 from lowvram.search.client import Searches
 
 UNRECORDED = asdict(LoggerSettings())  # as logger=none
+HELD_S = 300.0  # how long a job waits for its earlier life, whose node was lost, to be gone; locks of NFS end later
 
 # A launcher's process imports this module with the job, before it composes.
 identity.register_resolvers()
@@ -55,6 +60,7 @@ class Ending:
         is_kept: an earlier program has finished the point.
         is_stopped: a stop was requested before anything was known, so there is no row.
         holder: the other program that runs the point now.
+        place: where the point is in a queue, if it isn't finished.
         refusal: an error in the input or of the disk that ends the whole call.
         error: the exception of a point that ran in this process (process=inline), raised again at the end.
     """
@@ -65,12 +71,13 @@ class Ending:
     is_kept: bool = False
     is_stopped: bool = False
     holder: str | None = None
+    place: Place | None = None
     refusal: Refused | OSError | None = None
     error: BaseException | None = None
 
     def read_row(self) -> Row | None:
         """The row of the point, unless it has none or another program runs the point."""
-        if self.is_stopped or self.holder or self.refusal:
+        if self.is_stopped or self.holder or self.place or self.refusal:
             return None
         return self.row or rows.read(self.folder)
 
@@ -82,6 +89,7 @@ class Job:
 
     def __init__(self, here: Here) -> None:
         self._here = here
+        self._submitters: dict[int, Submitter] = {}  # by the queue's id; equal settings are one object
 
     def __call__(self, config: DictConfig) -> Ending:
         """Run the point that Hydra has composed, unless its folder already holds the result."""
@@ -103,24 +111,63 @@ class Job:
         point = make_point(config)
         if stop_signals():
             return replace(ending, is_stopped=True)
-        return ended(ending, *run_in_folder(point, claim, self._row_of))
+        if (submitter := self._submitter(config)) is not None:
+            self._check(point)
+            with kept_if_unsure():
+                return self._submitted(ending, point, submitter)
+        if Submission.of_this_job(point.folder) is None:
+            return ended(ending, *run_in_folder(point, claim, self._row_of))
+        earlier = rows.read(point.folder)
+        is_same = earlier is not None and rows.is_final(earlier) and earlier["id"] == point.id
+        if is_same and not claim.was_cut_off:  # another job has finished it
+            return replace(ending, is_kept=True)
+        find = self._row_of if point.sweep is None else lambda point: self._row_of_sweep(point, None)
+        return ended(ending, *run_in_folder(point, claim, find))
 
     def _run_in_sweep(self, config: DictConfig, ending: Ending) -> Ending:
         """Run one point of a sweep, unless it is finished or another program runs it."""
         point = make_point(config)
         if stop_signals():
             return replace(ending, is_stopped=True)
-        mistake = mistake_in(config)
+        mistake, submitter = mistake_in(config), self._submitter(config)
         try:
             with folders.point_folder(point) as (claim, earlier):
-                if earlier is not None and rows.is_final(earlier):
+                if earlier is not None and (rows.is_final(earlier) or (submitter and not rows.is_missing(earlier))):
                     return replace(ending, is_kept=True)
+                if submitter is not None and mistake is None:
+                    with undone_if_refused(claim):
+                        return self._submitted(ending, point, submitter)
                 row, error = run_in_folder(point, claim, lambda point: self._row_of_sweep(point, mistake))
                 if row is None:
                     claim.undo()
         except Held as held:
+            if submitter is not None and (job := submitter.held(point.folder)) is not None:
+                return self._in_queue(ending, submitter.place(point.name, job))
             return replace(ending, holder=held.who)
         return ended(ending, row, error)
+
+    def _submitter(self, config: DictConfig) -> Submitter | None:
+        """What hands points to the queue that the configuration names; None: they run here."""
+        launcher = launcher_of(config)
+        if isinstance(launcher, Local) or own_token():
+            return None
+        return self._submitters.setdefault(id(launcher), Submitter(launcher))
+
+    def _submitted(self, ending: Ending, point: Point, submitter: Submitter) -> Ending:
+        """Hand a point to a queue, unless it is there."""
+        words = container(HydraConfig.get().overrides.task, resolve=False)
+        return self._in_queue(ending, submitter.submit(point, words))
+
+    def _in_queue(self, ending: Ending, place: Place) -> Ending:
+        self._here.progress.say(place.line)
+        return replace(ending, place=place)
+
+    def _check(self, point: Point) -> None:
+        """Build the objects of a point in a child process. Raises Refused if something is wrong with them."""
+        asked = {"configs": [point.config], "lists_cards": False}
+        answer = self._here.server.ask("check", asked, StopConditions(None, stop_signals))
+        if answer and answer["status"] != Status.OK:
+            raise Refused(answer["reason"])
 
     def _row_of(self, point: Point) -> Result:
         """Plan, search or run the point, as its mode asks. The row is None if a stop was requested before it."""
@@ -187,7 +234,31 @@ class Job:
 def begin_run(config: DictConfig) -> Claim:
     """Check the configuration, and lock the folder of a single run."""
     check(config)
-    return folders.begin_run(Path(HydraConfig.get().run.dir), config["resume"])
+    folder = Path(HydraConfig.get().run.dir)
+    wait_s = 0.0 if Submission.of_this_job(folder) is None else HELD_S
+    return folders.begin_run(folder, config["resume"], wait_s)
+
+
+@contextmanager
+def undone_if_refused(claim: Claim) -> Iterator[None]:
+    """Remove what was made for a point that the queue doesn't take."""
+    try:
+        yield
+    except Unsure:
+        raise
+    except Refused:
+        claim.undo()
+        raise
+
+
+@contextmanager
+def kept_if_unsure() -> Iterator[None]:
+    """Keep the folder of a single run which the queue has perhaps taken."""
+    try:
+        yield
+    except Unsure:
+        folders.end_runs(is_refused=False)
+        raise
 
 
 Result = tuple[Row | None, BaseException | None]  # the row of a point, and the error of one that ran in this process
@@ -213,22 +284,29 @@ def make_point(config: DictConfig) -> Point:
     """The point that Hydra has composed."""
     about, folder, launch = HydraConfig.get(), output_folder(), launch_from()
     is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
+    submission, job = Submission.read(folder), Submission.of_this_job(folder)
     values = {**plain(config), **({} if launch is None or launch.records else {"logger": UNRECORDED})}
+    values |= {} if job is None else {"resume": None}  # which only says where the job is to run it
     command = shlex.join(["python", "train.py", *words_without_secrets(words)])
-    earlier = rows.read(folder) or {**rows.empty_row(), "name": folder.name}  # a point resumed alone keeps its names
-    return Point(
+    earlier = rows.read(folder) or {**rows.empty_row(), "name": folder.name, **names_of(submission)}
+    return Point(  # a point resumed alone keeps its names
         id=identity.point_id(_root_=config),
         name=about.sweeper.get("point") or earlier["name"],
         index=about.job.num if is_sweep else earlier["index"] or 0,
         folder=folder,
         config=values,
         choices=chosen(about.runtime.choices),
-        sweep=folder.parent.name if is_sweep else None,
+        sweep=folder.parent.name if is_sweep else job and job.sweep,
         provenance=identity.provenance(values["seed"], command),
         logged=logged(about, earlier, words, values),
         launch=launch,
         notes=notes_of(config),
     )
+
+
+def names_of(submission: Submission | None) -> dict[str, Any]:
+    """What the row of a point that was handed to a queue begins with."""
+    return {} if submission is None else {name: getattr(submission, name) for name in ("name", "index", "logged")}
 
 
 def logged(about: Any, earlier: Row, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, str | None]:
@@ -263,6 +341,7 @@ def check_values(config: DictConfig) -> None:
     check_root(config)
     checked_sections(config, PARENT_SECTIONS)
     check_callbacks(config.callbacks or ())
+    check_launcher(config)
     if config.optimized_metric is not None:
         Objective.named(config.optimized_metric)
     if config.plan.device != "auto":

@@ -26,9 +26,11 @@ from lowvram.cli.swept_fields import with_fields_of_swept
 from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from lowvram.config.identity import name_device
 from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
+from lowvram.launch.launcher import note_token
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, end_with_agent, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
@@ -44,6 +46,7 @@ def main() -> None:
     logging.raiseExceptions = False  # if the disk is full, W&B's own log files fail too; the row says it
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     note_program()
+    note_token()
     launch = launch_from()
     end_with_agent()
     with terminal_restored(), aside(launch) as folder:
@@ -80,6 +83,7 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
         return failed(error)
     finally:
         call.here.stop()
+        name_device(None)
         end_runs(is_refused=False)
         if call.sweep:
             call.sweep.release()

@@ -7,6 +7,7 @@ from pathlib import Path
 from lowvram.config.code_names import code_in
 from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput
+from lowvram.config.identity import name_device
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.words import key, typed_value
 from lowvram.results import row as rows
@@ -14,8 +15,10 @@ from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_runnin
 from lowvram.results.terminal import hydra_quoted, tell
 from lowvram.runs.hydra_notes import change_in, check_secrets, own_words_of
 from lowvram.runs.own_runs import check_code
+from lowvram.runs.submission import Submission
 
 MULTIRUN = ("-m", "--multirun")
+LAUNCHER = "launcher"
 
 
 def moved(words: list[str], folder: Path) -> list[str]:
@@ -37,19 +40,25 @@ def with_resumed(words: list[str], wanted: str) -> list[str]:
     if not set(words).isdisjoint(MULTIRUN):
         raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same command and hydra.sweep.dir")
     folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
-    if not has_snapshots(folder):
+    submission = Submission.read(folder)
+    if not has_snapshots(folder) and submission is None:
         raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")
+    name_device(submission and submission.device)
     typed = [word for word in words if key(word) != "resume"]
+    where = hydra_quoted(str(folder.resolve()))
+    # One run, also if a preset of its words makes a sweep.
+    there = [f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"]
+    if Submission.of_this_job(folder) is not None:  # its script has all words
+        return [*typed, *there]
     taken = {"resume", "trust", *map(key, typed)}
     earlier, own = own_words_of(folder)
     if (note := change_in(folder)) is not None:
         tell(note)
     kept = [word for word in earlier if key(word) not in taken and not is_of_another_option(word, typed)]
+    kept = [word for word in kept if key(word).partition(".")[0] != LAUNCHER]  # who runs it is of one call
     check_code(code_in(kept), folder, "resume", own, typed_value(words, "trust"))
     check_secrets(kept, folder)
-    where = hydra_quoted(str(folder.resolve()))
-    # One run, also if a preset of its words makes a sweep.
-    return [*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"]
+    return [*kept, *typed, *there]
 
 
 def is_of_another_option(word: str, typed: list[str]) -> bool:

@@ -22,12 +22,18 @@ from lowvram.cli.sweep import Names, SweepBatch
 
 class CheckingSweeper(Sweeper, ABC):
     """A sweeper whose points the program checks and launches; none is composed twice. It writes nothing into the
-    sweep's folder: the program does."""
+    sweep's folder: the program does.
+
+    Attributes:
+        needs_rows: whether it chooses points by how others have ended.
+    """
+
+    needs_rows = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """For a launcher that composes each point with `ComposesOnce`."""
         self.call, self.config = cast(Call, task_function), config
-        self.call.begin_sweep(config)
+        self.call.begin_sweep(config, self.needs_rows)
         self.loader = ComposesOnce(hydra_context.config_loader)
         context = HydraContext(config_loader=cast(ConfigLoader, self.loader), callbacks=hydra_context.callbacks)
         self.hydra_context = context

@@ -33,7 +33,7 @@ def register_resolvers() -> None:
 def point_id(*, _root_: DictConfig) -> str:
     """16 hex digits, a hash of what determines the result: the configuration, the device and the versions."""
     config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
-    where: dict[str, Any] = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
+    where: dict[str, Any] = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_in_ids()}
     if plugins():
         config = {key: value for key, value in config.items() if not is_unused(key, value)}
         where |= {"plugins": used} if (used := versions_of(config)) else {}
@@ -70,6 +70,20 @@ def started() -> str:
 @cache
 def installed_version(package: str) -> str:
     return version(package)
+
+
+def device_in_ids() -> str:
+    """The device that ids of points name: this machine's, unless `name_device` was told another."""
+    return _named[0] if _named else device_name()
+
+
+def name_device(name: str | None) -> None:
+    """Have ids name this device, for points that a queue runs: which device will run them isn't known, and machines
+    that submit, run and collect them must find the same ids. None: that of this machine again."""
+    _named[:] = [] if name is None else [name]
+
+
+_named: list[str] = []
 
 
 @cache

@@ -5,6 +5,6 @@ from __future__ import annotations
 # Keys whose values don't change a result.
 NOT_IDENTITY = (
     *("hydra", "paths", "logger", "local", "timeout_s", "resume", "trust", "name", "callbacks"),
-    *("plan.skip", "measure.reruns", "optimized_metric", "jobs", "loader.cache_folder", "search.max_seconds"),
-    "snapshot.sharded_above_gib",
+    *("plan.skip", "measure.reruns", "optimized_metric", "jobs", "launcher", "loader.cache_folder"),
+    *("search.max_seconds", "snapshot.sharded_above_gib"),
 )

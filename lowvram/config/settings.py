@@ -34,7 +34,7 @@ OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built 
 CHILD, INLINE = "child", "inline"  # where a point runs
 MOST_JOBS = 999
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
-PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses: see parent_settings.py
+PARENT_ONLY = ("logger", "paths", "launcher")  # groups that only the parent uses: see parent_settings.py
 HYDRAS = ("hydra", "optional local", "optional plugins")  # entries of the defaults list that are no groups of ours
 # In the order in which those of one stage act: as in the defaults list, and then the plug-ins'.
 KNOB_GROUPS = tuple(

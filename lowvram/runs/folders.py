@@ -6,6 +6,7 @@ The program locks the folder of a single run or of a sweep; the process that run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,22 +17,27 @@ from omegaconf import DictConfig
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_id
 from lowvram.launch.spec import Point
+from lowvram.launch.stop import stop_signals
 from lowvram.results import row as rows
 from lowvram.results.files.durable import write_text
-from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, holds_run, other_point
+from lowvram.results.files.run_folder import Claim, Held, Kind, has_snapshots, holds_run, other_point
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path
 from lowvram.runs.hydra_notes import sweep_note
 
 SWEEP_NOTE = "multirun.yaml"
+LOOK_S = 1.0  # between two tries to lock a folder
 
 
 # Folders of single runs that this process took before Hydra made them. Hydra hands nothing on to the job.
 _runs: dict[Path, Claim] = {}
 
 
-def begin_run(folder: Path, resume: str | None) -> Claim:
+def begin_run(folder: Path, resume: str | None, wait_s: float = 0.0) -> Claim:
     """Lock the folder of a single run, before Hydra makes it.
+
+    Args:
+        wait_s: how long to wait for another program that writes in it, unless this one is asked to stop.
 
     Raises:
         BadInput: it holds a run and `resume` is None, another program writes in it, or other files are in it.
@@ -39,9 +45,19 @@ def begin_run(folder: Path, resume: str | None) -> Claim:
     key = "hydra.run.dir" if resume is None else "resume"
     if resume is None:
         check_new(folder)
-    claim = Claim(folder, Kind.RUN, key)
+    claim = claimed(folder, key, time.monotonic() + wait_s)
     _runs[claim.folder] = claim
     return claim
+
+
+def claimed(folder: Path, key: str, until_s: float) -> Claim:
+    while True:
+        try:
+            return Claim(folder, Kind.RUN, key)
+        except Held:
+            if time.monotonic() >= until_s or stop_signals():
+                raise
+            time.sleep(LOOK_S)
 
 
 def run_at(folder: Path) -> Claim | None:

@@ -28,8 +28,8 @@ Fields = dict[str, Any]
 Point = Mapping[str, Any]  # see planning/client.py, `request_for`
 
 
-def check(events: Events, configs: list[dict[str, Any]]) -> Fields:
-    """Build the objects of some configurations of a sweep, and list the cards that the first may take. Raises the first
+def check(events: Events, configs: list[dict[str, Any]], lists_cards: bool = False) -> Fields:
+    """Build the objects of some configurations, and list the cards that the first may take, if asked. Raises the first
     mistake."""
     for config in configs:
         whole = settings(config)
@@ -38,7 +38,7 @@ def check(events: Events, configs: list[dict[str, Any]]) -> Fields:
         num_ranks = 1 if ranks == "auto" else int(ranks)
         check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_ranks)
         user_metrics(whole.eval.metrics or (), torch.device("cpu"))
-    return {"status": "ok", "cards": visible_cards(configs[0]["device"])}
+    return {"status": "ok", "cards": visible_cards(configs[0]["device"]) if lists_cards else []}
 
 
 def plan(events: Events, points: list[Point]) -> Fields:

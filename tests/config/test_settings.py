@@ -46,7 +46,7 @@ OTHERS = {"model": "transformer", "task": "auto", "data": "synthetic", "loader":
 def merged() -> DictConfig:
     root = OmegaConf.load(CONF / "config.yaml")
     assert isinstance(root, DictConfig)
-    options = {**NEUTRAL, **OTHERS, "mode": "train", "logger": "none", "paths": "default"}
+    options = {**NEUTRAL, **OTHERS, "mode": "train", "logger": "none", "launcher": "local", "paths": "default"}
     groups = {group: node_of(group, option) for group, option in options.items()}
     config = OmegaConf.merge({key: root[key] for key in root if key != "defaults"}, groups)
     assert isinstance(config, DictConfig)

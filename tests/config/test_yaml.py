@@ -28,7 +28,7 @@ from lowvram.config.settings import (
 )
 from tests.hugging import tiny
 
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+OPTIONS = [(group, path.stem) for group in (*GROUPS, "launcher") for path in sorted((CONF / group).glob("*.yaml"))]
 GIVEN = {  # what the user has to say of an option
     ("data", "text"): {"path": "somewhere"},
     ("data", "imagefolder"): {"path": "somewhere"},
@@ -62,6 +62,7 @@ BASELINE = {
     "schedule": "constant",
     "mode": "train",
     "logger": "wandb",
+    "launcher": "local",
     "paths": "default",
 }
 

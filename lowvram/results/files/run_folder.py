@@ -43,7 +43,11 @@ LOGGED = (
     "tensorboard",
     "tensorboard/events.out.tfevents.*",
 )
-LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED)  # patterns
+# Of a point that was submitted to a queue (launcher=slurm).
+JOB_RECORD, JOB_SCRIPT, JOB_LOG, JOB_LIVES = JOB_FILES = (
+    *("slurm_job.json", "slurm_job.sh", "slurm_job.log", "slurm_job.lives"),
+)
+LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED, *JOB_FILES)  # patterns
 LARGEST_MARKER_BYTES = 2**16
 MARKER_BYTES = 2**10  # of each marker that is written, padded with blanks
 SNAPSHOTS = "snapshots"  # the folder
@@ -81,6 +85,7 @@ NAMES = {
         "memory_over_step.csv",
         "snapshot.pickle",
         "snapshot.html",
+        *JOB_FILES,
     ),
     Kind.SWEEP: (*SHARED, "multirun.yaml", "references"),
 }
