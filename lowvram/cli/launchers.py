@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, read_write
 
 from lowvram.compat.hydra import own_launcher
 from lowvram.config.identity import ROOT
@@ -45,7 +45,7 @@ def is_elsewhere(hydra: DictConfig) -> bool:
 @contextmanager
 def jobs_elsewhere(config: DictConfig) -> Iterator[None]:
     """Inside the block, the processes that a launcher starts get this call's environment and its signals."""
-    with open_dict(config.hydra.overrides):  # each process composes for itself, with another time of day
+    with read_write(config.hydra.overrides.hydra):  # each process composes for itself, with another time of day
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_quoted(config.hydra.sweep.dir)}")
     with TemporaryDirectory(prefix="lowvram-call-") as folder:
         stops = Path(folder) / "stops"

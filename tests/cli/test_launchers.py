@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lowvram.cli import launchers
 from lowvram.cli.closing import held_by_others
@@ -204,3 +205,12 @@ def test_cards_that_a_launcher_hides(
     monkeypatch.setenv(launchers.CARDS, now)
     launchers.see_cards(before)
     assert os.environ.get(launchers.CARDS) == seen
+
+
+def test_the_folder_is_handed_on_where_words_are_read_only() -> None:
+    """As they are from Hydra 1.4 on."""
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": "s"}, "overrides": {"hydra": ["hydra.verbose=false"]}}})
+    OmegaConf.set_readonly(config, True)
+    with launchers.jobs_elsewhere(config):
+        assert config.hydra.overrides.hydra == ["hydra.verbose=false", 'hydra.sweep.dir="s"']
+    assert OmegaConf.is_readonly(config.hydra.overrides.hydra)
