@@ -241,7 +241,7 @@ export {token_name}={token}
 
 # Whatever ends the lives of this job, it isn't queued for ever: {lives} begin at the same snapshot, and no more.
 newest=none
-for snapshot in "$folder"/{snapshots}/step_*.pt; do
+for snapshot in "$folder"/{snapshots}/step_*.[ps]*; do
   [ -e "$snapshot" ] && newest=${{snapshot##*/}}
 done
 same=$(tail -n {lives} "$folder/{lives_file}" 2>/dev/null | grep -cxF -- "$newest")
