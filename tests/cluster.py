@@ -170,6 +170,19 @@ def stop_slurm(made: Cluster) -> None:
         time.sleep(1)
     for name in ("ctld.pid", *(f"{node}.pid" for node in NODES)):
         made.kill(name)
+    for pid in leftovers(made):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def leftovers(made: Cluster) -> list[int]:
+    """What still runs of the cluster's jobs, told by the configuration in its environment."""
+    mark, found = f"SLURM_CONF={made.env['SLURM_CONF']}".encode(), list[int]()
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if folder.name.isdigit() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def free_ports(num: int) -> list[int]:
