@@ -50,10 +50,14 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
     """
     if not isinstance(like, DTensor):
         return whole
-    if not isinstance(whole, DTensor):
+    device = local(like).device if device is None else device
+    if whole.shape != like.shape:
         places = [place if is_split(whole, like, place) else Replicate() for place in like.placements]
-        whole = distribute_tensor(whole, like.device_mesh, places, src_data_rank=None)
-    value = torch.empty_like(whole, device=local(like).device if device is None else device)
+        like = distribute_tensor(whole, like.device_mesh, places, src_data_rank=None)
+    # Before the tensor is distributed, which holds more copies for a moment.
+    value = torch.empty_like(like, dtype=whole.dtype, device=device)
+    if not isinstance(whole, DTensor):
+        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     local(value).copy_(local(whole))
     return value
 

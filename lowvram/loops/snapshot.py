@@ -76,21 +76,22 @@ class Snapshots:
         """Save the state of all ranks; returns where on the first one, and None on the others. A collective.
 
         Args:
-            log: what else a snapshot holds, asked on the first rank right before it is complete.
+            log: what else a snapshot holds, asked on the first rank alone. Raises OSError if the run's folder is gone.
         """
-        made_folders(self.folder)
         if not self.is_in_shards(state):
             entire = gathered(state)
             return None if entire is None else self.save(step, entire | log())
-        is_first = all_ranks().is_first
+        is_first, logged = all_ranks().is_first, dict[str, Any]()
         if is_first:
+            logged = log()
+            made_folders(self.folder)
             remove_leftovers(self.folder)
         with unfinished_folder(self.folder / f"step_{step:08d}.shards") if is_first else nullcontext() as made:
             beside = Path(next(filter(None, all_ranks().gather(made and str(made)))))
             rest, shards = apart(state)
             hashes = all_ranks().gather(write_shards(beside, shards, all_ranks().rank))  # now all have finished
             entire = gathered(rest)
-            return None if entire is None else self.settle_shards(step, beside, entire | log(), hashes)
+            return None if entire is None else self.settle_shards(step, beside, entire | logged, hashes)
 
     def is_in_shards(self, state: dict[str, Any]) -> bool:
         """Whether each rank writes its own shards of such a state."""

@@ -16,6 +16,7 @@ from typing import Any
 from lowvram.config.code_names import code_of
 from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from lowvram.config.settings import CHILDS_OWN
 from lowvram.config.words import typed_value
 from lowvram.launch.client import LIBRARIES
 from lowvram.launch.events import opened, opened_anew
@@ -99,13 +100,16 @@ def checked(folder: Path, trust: str | None) -> PointSpec:
 
     Raises:
         BadInput: it names code to run, and isn't this user's own.
-        NoSpec: it is damaged, or there is none.
+        NoSpec: it is damaged, an earlier version's, or there is none.
     """
     try:
         spec = PointSpec.read(folder)
     except OSError as error:
         raise NoSpec(f"{shown_path(folder)}: its spec.json, which each run leaves: {error.strerror}") from None
     check_code(code_of(spec.config), folder, "FOLDER", own_notes_in(folder)[1], trust)
+    if unknown := [name for name in CHILDS_OWN if name not in spec.config]:
+        what = f"its spec.json was written by a version of lowvram without {', '.join(unknown)}"
+        raise NoSpec(f"{shown_path(folder)}: {what}: python train.py resume={shown_path(folder)} goes on with it")
     return spec
 
 

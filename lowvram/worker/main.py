@@ -189,9 +189,11 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
     events("row", fields=fields, **about)
     if is_wrong_start and is_alone:
         print(fields["reason"])
+        return Status(fields["status"]).exit_single
     if events.so_far is not None and launch.rank == 0 and not (about.get("is_of_a_peer") or is_wrong_start):
         try:
-            write_row(events.so_far, is_alone)
+            if not write_row(events.so_far, is_alone) and is_alone:
+                print(fields["reason"] or fields["status"])
         except OSError as error:  # whoever follows the run says so, if anybody does
             if is_alone:
                 print(f"{error.strerror} while writing {error.filename or request['folder']}")
@@ -199,10 +201,10 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
     return Status(fields["status"]).exit_single
 
 
-def write_row(so_far: RowSoFar, is_alone: bool) -> None:
+def write_row(so_far: RowSoFar, is_alone: bool) -> bool:
     """Write the row of a run that has ended, unless somebody else decides about it: whoever began the run, if it was
     refused, if it can begin again, or if a comparison or another measurement follows; or an earlier run that it went on
-    from, until it has saved a step.
+    from, until it has saved a step. Returns whether it was written.
 
     Args:
         is_alone: whether nobody follows the run.
@@ -215,10 +217,12 @@ def write_row(so_far: RowSoFar, is_alone: bool) -> None:
     is_earlier_kept = so_far.spec.is_resumed and status != Status.OK and not so_far.has_saved
     spec = so_far.spec
     is_followed = spec.config["measure"]["fidelity"] or spec.reruns is not None or is_due(so_far.row)
-    if spec.fidelity is None and not (is_refused or is_again or is_earlier_kept or (is_followed and not is_alone)):
-        metric_lines.sync(so_far.spec.folder)
-        so_far.complete()
-        rows.write(so_far.spec.folder, so_far.row)
+    if spec.fidelity is not None or is_refused or is_again or is_earlier_kept or (is_followed and not is_alone):
+        return False
+    metric_lines.sync(so_far.spec.folder)
+    so_far.complete()
+    rows.write(so_far.spec.folder, so_far.row)
+    return True
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:

@@ -32,7 +32,9 @@ from tests.ranks import CONTEXT, as_rank, on_ranks
 
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """One rank, which may have a mesh."""
+    """One rank, which may have a mesh. An earlier test may have left its group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

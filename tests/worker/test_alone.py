@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch import torchrun
 from lowvram.launch.events import FILE_NAME
 from lowvram.launch.spec import PointSpec
@@ -198,6 +199,28 @@ def test_code_of_somebody_else_isn_t_run(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "it names code to run (callbacks: evil.Evil), and you haven't signed it here" in said
+
+
+def test_a_specification_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PointSpec("0" * 16, "n", 0, tmp_path, dict.fromkeys(set(CHILDS_OWN) - {"jobs"}), {"mode": "train"}).write()
+    assert main([str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert "its spec.json was written by a version of lowvram without jobs: python train.py resume=" in said
+    assert said.count("\n") == 1
+
+
+def test_a_reason_without_a_row_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run that goes on and is refused leaves the row of the earlier one."""
+    monkeypatch.setattr(worker, "write_row", lambda *_: False)
+    monkeypatch.setattr(worker, "speak", lambda *_, **__: None)
+    monkeypatch.setattr(worker.ChildStop, "listen", lambda _: None)
+    refused = {"status": "incompatible", "reason": "it has changed"}
+    monkeypatch.setattr(worker, "work", lambda _, events, *__: known(events, tmp_path) | refused)
+    with (tmp_path / "events").open("wb") as file:
+        assert worker.main({"folder": str(tmp_path), "is_alone": True}, Outlets(1, file.fileno()), 0, -1) == 3
+    assert capfd.readouterr().out.endswith("it has changed\n")
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
