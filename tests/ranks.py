@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,20 @@ def start_server() -> None:
     """Start the process that ranks are forked from, which imports torch for seconds: before a test's time counts."""
     with CONTEXT.Pool(1) as pool:
         pool.apply(os.getpid)
+
+
+@contextmanager
+def one_rank_alone() -> Iterator[None]:
+    """Inside it this process is the only rank of a group of its own, which may have a mesh, whatever group an earlier
+    test has left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def on_cards(work: Callable[..., Result], *args: Any, num_ranks: int = 2) -> list[Result]:

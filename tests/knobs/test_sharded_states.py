@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,14 +14,13 @@ from lowvram.core.copies import original
 from lowvram.core.shards import local, placed
 from lowvram.core.states import placed_value
 from lowvram.knobs.sharding.zero1 import OwnRows
+from tests.ranks import one_rank_alone
 
 
 @pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """One rank, which may have a mesh."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def one_rank() -> Iterator[None]:
+    with one_rank_alone():
+        yield
 
 
 def test_means_over_a_dimension_are_spread_as_their_parameter_is() -> None:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -27,17 +26,13 @@ from lowvram.loops import shard_files, snapshot
 from lowvram.loops.shard_files import split_into_files
 from lowvram.loops.snapshot import Snapshots, fingerprint, is_sound
 from lowvram.results.files.run_folder import snapshots_in
-from tests.ranks import CONTEXT, as_rank, on_ranks
+from tests.ranks import CONTEXT, as_rank, on_ranks, one_rank_alone
 
 
 @pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """One rank, which may have a mesh. An earlier test may have left its group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def one_rank() -> Iterator[None]:
+    with one_rank_alone():
+        yield
 
 
 def state_of(step: int) -> dict[str, Any]:
