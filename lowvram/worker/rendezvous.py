@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,9 @@ from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import HERE
 from lowvram.launch.torchrun import Launch
 
+T = TypeVar("T")
+SLOW_S = 1.0  # by which an answer may be late
+CAUSE_S = 5.0  # how long a rank that has failed asks which one failed first
 LOOK_S = 0.005  # how often a waiting rank polls the store; it sleeps in between, so that signals get through
 
 
@@ -47,6 +52,28 @@ def shared(store: Store, spec: PointSpec, rank: int) -> PointSpec:
 
 class PeerLost(RuntimeError):
     """Another rank did not arrive in time."""
+
+
+def within(timeout_s: float, ask: Callable[[], T]) -> T:
+    """The answer of something that asks the store. A thread of its own waits for it: a store that is lost together with
+    its machine never answers, whatever time limit it was given.
+
+    Raises:
+        PeerLost: no answer came, though `ask` should have given up after `timeout_s`.
+    """
+    answer = Future[T]()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # passed on, whatever it is
+            answer.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        return answer.result(timeout_s + SLOW_S)
+    except TimeoutError:
+        raise PeerLost(f"waited {timeout_s:g} s for the machine of rank 0") from None
 
 
 class WrongStart(BadInput):
@@ -113,7 +140,7 @@ class Rendezvous:
         timeout = timedelta(seconds=timeout_s)
         self._store = PrefixStore("lowvram", self._opened_store(timeout))
         self._store.set_timeout(timeout)
-        self._gather("here")
+        within(timeout_s, lambda: self._gather("here"))
         spec = shared(self._store, spec, self.rank) if self.is_unwatched else spec
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=num_ranks, timeout=timeout)
         return device, spec
@@ -127,14 +154,21 @@ class Rendezvous:
         """
         if self._store is None:
             return
-        self._store.set(f"fields {self.rank}", json.dumps({"status": "ok", "memory": fields.get("memory", {})}))
+        about = {"status": "ok", "memory": fields.get("memory", {})}
+        for rank, told in within(2 * self._timeout_s, lambda: self._ends_told(about)).items():
+            on_fields(rank, told)
+
+    def _ends_told(self, about: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """On rank 0 what each other rank tells of its end, once all have ended; elsewhere empty."""
+        assert self._store is not None
+        self._store.set(f"fields {self.rank}", json.dumps(about))
         self._gather("done")
-        for rank in range(1, self._num_ranks) if self.rank == 0 else ():
-            on_fields(rank, json.loads(self._store.get(f"fields {rank}")))
-        if self.rank == 0:  # it may host the store, so it ends last
-            self._gather("gone")
-        else:
+        if self.rank:
             self._store.set(f"gone {self.rank}", "")
+            return {}
+        told = {rank: json.loads(self._store.get(f"fields {rank}")) for rank in range(1, self._num_ranks)}
+        self._gather("gone")  # rank 0 may host the store, so it ends last
+        return told
 
     def cause_elsewhere(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
         """Under torchrun, where no parent sees all ranks: for a rank that failed because of another one, status and
@@ -145,12 +179,18 @@ class Rendezvous:
         """
         if self._store is None or not self.is_unwatched:
             return {}
-        with suppress(dist.DistError):  # the store is gone too
-            if not is_of_a_peer:
-                failure = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
-                self._store.set("failed", json.dumps(failure))
-            elif self._store.check(["failed"]):
-                return json.loads(self._store.get("failed"))
+        failure = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
+        with suppress(dist.DistError, PeerLost):  # the store is gone too
+            return within(CAUSE_S, lambda: self._cause_told(None if is_of_a_peer else failure))
+        return {}
+
+    def _cause_told(self, failure: dict[str, Any] | None) -> dict[str, Any]:
+        """Tell the others how this rank has failed; or, with None, what another rank has told, or empty."""
+        assert self._store is not None
+        if failure is not None:
+            self._store.set("failed", json.dumps(failure))
+        elif self._store.check(["failed"]):
+            return json.loads(self._store.get("failed"))
         return {}
 
     def _opened_store(self, timeout: timedelta) -> Store:

@@ -50,7 +50,8 @@ def trial(lab: Lab, draw: Draw) -> Told:
         name, how = random.choice(list(VICTIMS)), signal.SIGKILL
         if random.random() < OTHER_SIGNALS:
             how = random.choice(OTHERS)
-            is_asked = True
+        # A point's process that outlives the program, or its fork server, is asked to stop by that.
+        is_asked = is_asked or how != signal.SIGKILL or Role.CHILD not in VICTIMS[name]
         if random.random() < BY_TIME or how == signal.SIGSTOP:
             after_s = random.uniform(0, took_s)
             acts = signals(

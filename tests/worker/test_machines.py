@@ -106,8 +106,13 @@ def machine_lost(agent: int, side: int) -> None:
     ip("-n", NAMES[side], "addr", "flush", "dev", f"card{side}")
 
 
+def card_down(agent: int, side: int) -> None:
+    """A machine that runs on, whose network card doesn't."""
+    ip("-n", NAMES[side], "link", "set", f"card{side}", "down")
+
+
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("happens", [agent_killed, rank_killed, machine_lost])
+@pytest.mark.parametrize("happens", [agent_killed, rank_killed, machine_lost, card_down])
 def test_nobody_is_left_waiting(agents: Agents, tmp_path: Path, happens: Callable[[int, int], None], side: int) -> None:
     """All others end soon, and rank 0 leaves a row, unless it is what was lost."""
     started = agents("train.steps=100000", "snapshot.every_steps=3")
