@@ -35,6 +35,7 @@ class Fact(Enum):
     OWN_FORMAT = "layers compute in the number format of their weights"
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
+    OWN_SHARE = "each rank keeps only its own share of the weights"
     WHOLE_PARAMS = "every parameter is whole on its rank"
     WHOLE_UPDATES = "the optimizer updates whole parameters"
     TRAINED_BLOCKS = "the weights of the model's blocks train"

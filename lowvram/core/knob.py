@@ -23,6 +23,7 @@ class Stage(Enum):
     BUILD = auto()  # the model, still without memory
     CHECKPOINT = auto()
     COMPILE = auto()
+    PLACE = auto()  # on which side of the bus weights are kept
     SHARD = auto()  # after it, the weights get memory
     OPTIMIZER = auto()
     STEPPING = auto()
@@ -37,6 +38,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.BUILD: frozenset({"task", "model", "criterion", "eval_means", "rounding", "over_time"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
+    Stage.PLACE: frozenset({"shard", "sync"}),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total", "updated_of", "finish"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
     Stage.STEPPING: frozenset({"stepper", "run"}),

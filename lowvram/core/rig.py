@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
@@ -178,6 +179,9 @@ class Rig:
     split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts, where the batch is
     move: Callable[[Part], Part] = lambda part: part  # to the device
     teacher: nn.Module | None = None  # a model that the task asks for advice, and that never trains
+    shard: Callable[..., Any] = (
+        fully_shard  # called as FSDP2's function is, with a module of the model, and then with the model
+    )
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step

@@ -8,7 +8,8 @@ operator, as code for each would take hours). Losses and gradient norms of five 
 the sum of the options' bands of a run that learns the same, with all else neutral. Prints a line a point, writes
 docs/compatibility.md and exits with 1 if any pair failed. FOLDER keeps what was tried (default: a new one in
 outputs/compatibility): a command that was interrupted goes on there. On 2 cores about an hour. `only=new` runs only the
-pairs of options that the page doesn't tell of yet, and adds them to it.
+pairs of options that the page doesn't tell of yet, or calls refused though no fact refuses them any more, and adds
+them to it.
 """
 
 from __future__ import annotations
@@ -324,13 +325,19 @@ def counted(num_rows: int, is_added: bool) -> str:
     return f"{before} and later {num_rows}"
 
 
+def tried_on(page: str) -> set[Row]:
+    """The pairs of options that a page says have been tried: all that it didn't call refused."""
+    refused = set(re.findall(r"^\| `([^`]+)` \| .* needs ", page, re.MULTILINE))
+    return {pair for pair in all_pairs(options_on(page)) if label(pair) not in refused}
+
+
 def main() -> int:
     folder, is_added = folder_of(sys.argv[1:]), ONLY_NEW in sys.argv[1:]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
     elsewhere = [option for option in all_options() if conflicts_here([option])]
     pairs = all_pairs([option for option in all_options() if option not in elsewhere])
     refused = {pair: found for pair in pairs if (found := conflicts_here(pair))}
-    told_of = set(all_pairs(options_on(PAGE.read_text()))) if is_added else set()
+    told_of = tried_on(PAGE.read_text()) if is_added else set()
     wanted = pairs - refused.keys() - told_of
     rows = covering_rows(wanted, conflicts_here)
     assert wanted <= set().union(*map(all_pairs, rows)), "the rows don't hold every pair"

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import lowvram
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import BadInput
+from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
@@ -393,6 +394,20 @@ def bytes_of_a_weight_after_its_block() -> int:
 def test_without_whole_params() -> None:
     """Whoever keeps a weight of the forward pass, as norms=output does, has none in the backward pass."""
     assert on_ranks(bytes_of_a_weight_after_its_block) == [0, 0]
+
+
+def bytes_on_the_host(sharding: str) -> int:
+    """Of weights, beside offload=parameters, if nobody asks whether they fit together."""
+    with patch("lowvram.core.assemble.conflicts", lambda *_: []):
+        rig = assemble(PROBLEMS["transformer"], knobs_of(sharding=sharding, offload="parameters"), CPU)
+    return sum(each.nbytes for each in rig.model.parameters() if host.holds(each))
+
+
+def test_without_own_share() -> None:
+    """Only FSDP2 keeps weights in host memory."""
+    for option in OPTIONS:
+        for num_bytes in on_ranks(bytes_on_the_host, option):
+            assert (num_bytes > 0) == (option == "fsdp")
 
 
 class PartlyUnused(nn.Module):

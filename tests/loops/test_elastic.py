@@ -48,6 +48,12 @@ SMALL: Any = Double(Auto().pose(replace(TRANSFORMER, num_layers=2), THREE_TOKENS
 WIDE: Any = Double(Auto().pose(replace(TRANSFORMER, num_layers=2, width=64), THREE_TOKENS))
 
 
+NAMED: dict[str, Choices] = {
+    "hsdp": {"sharding": FSDP(replicate=2)},
+    "hosts": {"sharding": "fsdp", "offload": "parameters"},
+}
+
+
 class Point(NamedTuple):
     """A sharding, on some ranks."""
 
@@ -55,13 +61,12 @@ class Point(NamedTuple):
     num_ranks: int
 
     def choices(self) -> Choices:
-        hsdp: Choices = {"sharding": FSDP(replicate=2)}
-        return {} if self.num_ranks == 1 else hsdp if self.sharding == "hsdp" else {"sharding": self.sharding}
+        return {} if self.num_ranks == 1 else NAMED.get(self.sharding, {"sharding": self.sharding})
 
 
 ALONE = Point("none", 1)
 OPTIONS = ["ddp", "zero1", "fsdp"]
-POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS), Point("hsdp", 4)]
+POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS), Point("hsdp", 4), Point("hosts", 2)]
 
 
 class Leg(NamedTuple):

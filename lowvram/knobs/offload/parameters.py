@@ -1,6 +1,6 @@
 """offload=parameters: weights are kept in host memory and copied to the device block by block.
 
-FSDP2 over a single rank: torch.distributed.fsdp.fully_shard with its CPUOffloadPolicy. Gradients go to the host, so the
+FSDP2 with its CPUOffloadPolicy: over the ranks of sharding=fsdp, or over a single one. Gradients go to the host, so the
 optimizer's state is there, too, and the CPU computes its updates.
 """
 
@@ -23,6 +23,7 @@ from lowvram.core import host
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
+from lowvram.core.mesh import data_ranks
 from lowvram.core.misfits import ONCE
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
@@ -35,12 +36,13 @@ from lowvram.knobs.offload.tables import keep_tables_on_host
 @dataclass(frozen=True)
 class Parameters(Knob):
     """A block's weights are copied to the device for its forward pass and again for its backward pass, and freed after
-    each. Of embeddings only the rows that are looked up go there, and the last layer's weight is there while that layer
-    computes. Other weights outside the blocks stay from the forward to the end of the backward pass."""
+    each. With one rank only those rows of embeddings go there that are looked up, and the last layer's weight is there
+    while that layer computes. Other weights outside the blocks stay from the forward to the end of the backward pass.
+    """
 
     pin_memory: bool = True
 
-    stage = Stage.SHARD
+    stage = Stage.PLACE
     moves_to_host = True
     misfits: ClassVar[Mapping[str, str]] = {
         **ONCE,
@@ -52,29 +54,41 @@ class Parameters(Knob):
     }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
-    needs_always = frozenset({Fact.ONE_RANK, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
+    needs_always = frozenset({Fact.OWN_SHARE, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
     breaks_always = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES})
     remedy = (Kind.PARAMETERS, 20)
 
     def apply(self, rig: Rig) -> Rig:
-        mesh = mesh_of_one(rig.device)
-        accept_views()
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
-        make_contiguous(rig.model)
-        blocks = rig.structure.blocks
-        tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, mesh, policy.pin_memory)
-        for module in [*blocks, rig.model]:
-            arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
-            fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=tables)
-            num_visits = 1 if module is rig.model else 2  # blocks are copied again for the backward pass
-            module.register_forward_pre_hook(partial(count_arrival, bytes_of(arriving), num_visits))
-            for parameter in module.parameters():
-                if parameter not in tables:
-                    host.assign(parameter)
-        for module in rig.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-        return replace(rig, sync=partial(gradients_to_host, rig))
+        rig = replace(rig, shard=partial(shard_on_host, policy), sync=partial(gradients_to_host, rig))
+        if data_ranks().size == 1:  # else the option of `sharding` calls `rig.shard`
+            shard_over_one(rig, policy.pin_memory)
+        return rig
+
+
+def shard_over_one(rig: Rig, pin_memory: bool) -> None:
+    """What an option of `sharding` would do, for a single rank."""
+    mesh, blocks = mesh_of_one(rig.device), rig.structure.blocks
+    accept_views()
+    make_contiguous(rig.model)
+    tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, mesh, pin_memory)
+    for module in [*blocks, rig.model]:
+        rig.shard(module, mesh=mesh, reshard_after_forward=module is not rig.model, ignored_params=tables)
+    for module in rig.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_on_host(
+    policy: CPUOffloadPolicy, module: nn.Module, *, reshard_after_forward: bool | int = True, **options: Any
+) -> None:
+    """As torch's `fully_shard`, for weights that are kept in host memory. Copies to the device are counted."""
+    fully_shard(module, reshard_after_forward=reshard_after_forward, offload_policy=policy, **options)
+    arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
+    num_visits = 2 if reshard_after_forward is True else 1  # a number shards them again on the device
+    module.register_forward_pre_hook(partial(arrive, arriving, num_visits))
+    for parameter in arriving:
+        host.assign(parameter)
 
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:
@@ -88,12 +102,16 @@ def mesh_of_one(device: torch.device) -> DeviceMesh:
 
 
 def bytes_of(tensors: list[nn.Parameter]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    """Of this rank's shards."""
+    return sum(local(tensor).numel() * tensor.itemsize for tensor in tensors)
 
 
-def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
+def arrive(weights: list[nn.Parameter], num_visits: int, *_: Any) -> None:
     """A forward pre-hook that counts a module's copies to the device, those for the backward pass included."""
-    host.traffic.to_device_bytes += num_bytes * (num_visits if torch.is_grad_enabled() else 1)
+    host.traffic.to_device_bytes += bytes_of(weights) * (num_visits if torch.is_grad_enabled() else 1)
+    for shard in map(local, weights):  # FSDP2 pads them when the model first computes, in other memory
+        if not host.is_marked(shard.untyped_storage()):
+            host.mark(shard)
 
 
 @contextmanager

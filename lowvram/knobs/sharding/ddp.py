@@ -32,6 +32,7 @@ class DDP(DataParallel):
     """
 
     needs_always = DataParallel.needs_always | {Fact.GRADS_AT_UPDATE}
+    breaks_always = frozenset({Fact.OWN_SHARE})
 
     def apply(self, rig: Rig) -> Rig:
         return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))

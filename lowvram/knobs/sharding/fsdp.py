@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lowvram.compat.torch_distributed import DefaultAllGather, meshes_made_inside
 from lowvram.compat.torch_fake import without_fake_mode
@@ -85,10 +86,9 @@ class FSDP(DataParallel):
         policy = MixedPrecisionPolicy(reduce_dtype=FORMATS.get(self.reduce or ""), cast_forward_inputs=False)
         with meshes_made_inside(without_fake_mode):
             for block in rig.structure.blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        model = fully_shard(
-            rig.model, mesh=mesh, mp_policy=policy
-        )  # weights outside blocks; they stay gathered until the backward pass
+                rig.shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        # Weights outside blocks: they stay gathered until the backward pass.
+        rig.shard(rig.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         modules, lockstep = fsdp_modules(rig.model), in_lockstep(rig.model)
         gather = ReleasedAllGather if rig.device.type == "cpu" else DefaultAllGather
         for index, module in enumerate(modules):
@@ -96,16 +96,19 @@ class FSDP(DataParallel):
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(InStep(gather(), lockstep, index))
         forward = rig.forward if lockstep is None else partial(lockstep.forward, rig.forward)
-        return replace(over_ranks(rig), forward=forward, sync=partial(self.sync, model, lockstep))
+        return replace(over_ranks(rig), forward=forward, sync=partial(self.sync, rig, lockstep))
 
     @contextmanager
-    def sync(self, model: FSDPModule, lockstep: Lockstep | None, is_last: bool) -> Iterator[None]:
+    def sync(self, rig: Rig, lockstep: Lockstep | None, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one part."""
+        model: Any = rig.model
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or self.reduce_every_part)
         if self.replicate > 1:  # parts add up within each copy; copies meet once a step
             model.set_requires_all_reduce(is_last)
-        yield
+        are_summed = is_last or (self.reduce_every_part and self.replicate == 1)
+        with rig.sync(is_last) if are_summed else nullcontext():
+            yield
         if lockstep is not None:
             lockstep.end()
 

@@ -47,7 +47,7 @@ class ZeRO1(DataParallel):
         *(Fact.GRADS_AT_UPDATE, Fact.SAME_PARAMS),
         *(SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS),
     }
-    breaks_always = frozenset({Fact.WHOLE_UPDATES})
+    breaks_always = frozenset({Fact.WHOLE_UPDATES, Fact.OWN_SHARE})
 
     def apply(self, rig: Rig) -> Rig:
         make_contiguous(rig.model)

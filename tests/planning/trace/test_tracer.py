@@ -213,6 +213,7 @@ def test_a_plan_leaves_the_process_as_it_was() -> None:
 SHARDED: list[dict[str, str | Knob]] = [
     {"sharding": "fsdp", "ckpt": "every1", "accum": "x2"},
     {"sharding": "fsdp", "stepping": "cpu_offload"},
+    {"sharding": "fsdp", "offload": "parameters", "accum": "x2"},
 ]
 
 
