@@ -33,15 +33,18 @@ STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the 
 CHANGED = "changed_by_steps"  # in saved param_groups: the names of entries that the optimizer has changed itself
 
 
-def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
+def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Any] | None:
     """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU; None on the other ranks.
 
     A collective: all ranks must call it, with the same nesting.
+
+    Args:
+        keep: returns a copy on the CPU of a whole tensor, which is freed afterwards.
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
         entire = whole(tensor)
-        return compact(entire.cpu()) if all_ranks().is_first else None
+        return compact(keep(entire)) if all_ranks().is_first else None
 
     entire = tree_map_only(DTensor, gather, state)
     return entire if all_ranks().is_first else None
@@ -121,14 +124,20 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({**frozen, **loaded})
 
 
-def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
+def whole_model(
+    model: nn.Module, make: Callable[[], nn.Module], keep: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> nn.Module | None:
     """On rank 0, the model with whole tensors; None on the others. A sharded model's tensors are put, on the CPU, into
-    one that `make` returns, which may be without memory. A collective: all ranks must call it."""
+    one that `make` returns, which may be without memory. A collective: all ranks must call it.
+
+    Args:
+        keep: as of `gathered`.
+    """
     reshard(model)  # an evaluation leaves what belongs to no block gathered
     if not any(map(is_sharded, model.parameters())):
         return model if all_ranks().is_first else None
     names = {tensor: name for name, tensor in reversed(named_tensors(model))}  # of a tied one, the first
-    values = gathered({name: tensor for tensor, name in names.items()})
+    values = gathered({name: tensor for tensor, name in names.items()}, keep)
     if values is None:
         return None
     entire = with_values(make(), {name: values[names[tensor]] for name, tensor in named_tensors(model)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +38,9 @@ from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
-from lowvram.loops.shard_files import Like, apart, write_shards
+from lowvram.loops.shard_files import Like, apart, sharded_bytes, write_shards
 from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
+from lowvram.loops.spilled import spilled
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
 from lowvram.results.files.durable import unfinished_name
@@ -343,8 +344,15 @@ class TrainingRun:
     def export(self) -> dict[str, Any]:
         """Write the trained model, from rank 0; return the row's fields about the file."""
         session = self.session
-        model = whole_model(session.rig.model, session.rig.task.make_model)
+        model = whole_model(session.rig.model, session.rig.task.make_model, self.keep_whole())
         return {} if model is None else export_run(session, model, session.folder / EXPORTED)
+
+    def keep_whole(self) -> Callable[[Tensor], Tensor]:
+        """Where rank 0 keeps a sharded model's whole tensors until they are written: in memory or, above
+        snapshot.sharded_above_gib, on the disk."""
+        session = self.session
+        is_large = sharded_bytes(session.rig.model.state_dict()) > session.settings.snapshot.sharded_above_bytes
+        return partial(spilled, session.folder) if is_large else Tensor.cpu
 
     @contextmanager
     def weights_at_least(self) -> Iterator[None]:
