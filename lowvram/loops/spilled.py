@@ -25,4 +25,4 @@ def spilled(folder: Path, tensor: Tensor) -> Tensor:
         os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk would end the process while it writes
         path = f"/proc/self/fd/{file.fileno()}"
         storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=tensor.nbytes)
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape).copy_(tensor)
