@@ -103,6 +103,10 @@ class Compiled(Knob):
     misfits: ClassVar[Mapping[str, str]] = {
         "does not currently support double backward|through the graph a second time": "gradients aren't differentiated"
         " again, as those of an energy's forces are: choose compile=none",
+        # The graph that computes a block again has saved the buffers: torch's aot_eager keeps them, though unused.
+        "has been modified by an inplace operation": "what a block writes into its own buffers, as BatchNorm does,"
+        " isn't written again before its backward pass: compute each block once in a step, or choose ckpt=none,"
+        " compile.backend=inductor or compile=none",
     }
     # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
     # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.

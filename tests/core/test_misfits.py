@@ -56,6 +56,19 @@ class Forces(Net):
         return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
+class TakesTurns(Net):
+    """A block with BatchNorm computes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.layer = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.blocks[0]
+        return first(super().forward(x))
+
+
 def step(model: nn.Module, knobs: str) -> Tensor:
     inputs = torch.randn(3, WIDTH)
     task = lowvram.task(model, inputs, lambda outputs, targets: (outputs.sum(-1) - targets).square().sum())
@@ -67,6 +80,11 @@ def step(model: nn.Module, knobs: str) -> Tensor:
     [
         (InSingle, "precision=bf16_pure", "computes with weights in bf16: choose precision=bf16, or fp32"),
         (Forces, "tile=blocks tile.samples=2", "gradients aren't differentiated again"),
+        (
+            TakesTurns,
+            "compile=blocks compile.backend=aot_eager ckpt=every1",
+            "isn't written again before its backward pass: compute each block once",
+        ),
         (Forces, "adapter=qlora", "gradients aren't differentiated again"),
     ],
 )

@@ -43,7 +43,7 @@ HOSTILE: Mapping[tuple[str, ...], Sequence[str]] = {
     ("model=hf", "model.name=notes.txt"): ["model.name"],
     ("model=external", "model.reads=TOKENS", "model.target=os.system"): ["model.args={}: must be what os.system takes"],
     ("data=text", "data.path=/dev/zero"): ["data.path"],
-    ("data=text", "data.path=link"): ["data.path"],
+    ("data=text", "data.path=link", "data.sequence_length=64"): ["data.path"],  # it leads to a shorter text
     ("model=resnet", "data=imagefolder", "data.path=notes.txt"): ["data.path"],
     ("model=resnet", "data=imagefolder", "data.path=outputs"): ["data.path"],
     ("[",): ["["],
