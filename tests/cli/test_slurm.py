@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowvram.runs.submission import Submission
-from tests.calls import TINY, Outcome, history, read_row, wait_until
+from tests.calls import ROOT, TINY, Outcome, history, read_row, wait_until
 from tests.cluster import Cluster, cluster
 
 Call = Callable[..., Outcome]
@@ -194,3 +195,28 @@ def test_hydras_own_launcher(train: Call, slurm: Cluster) -> None:
     outcome = train(*words, env=slurm.env, timeout_s=600)
     assert outcome.code == 0, outcome.said()
     assert outcome.statuses == {"seed1": "ok", "seed2": "ok"}
+
+
+NODES = ("srun", "--partition=low", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+WAYS = {  # as in docs/sharding.md, where both nodes have the address of this machine
+    "an agent on each node": "{python} -m torch.distributed.run --nnodes=$SLURM_NNODES --node-rank=$SLURM_NODEID"
+    " --nproc-per-node=1 --master-addr=127.0.0.1 --master-port=29517",
+    "a task for each rank": "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=1"
+    " MASTER_ADDR=127.0.0.1 MASTER_PORT=29518 exec {python}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_point_over_two_nodes(call: Call, slurm: Cluster, tmp_path: Path, way: str) -> None:
+    words = (*TINY, "mode=train", "train.steps=3", "device=cpu")
+    python = WAYS[way].format(python=sys.executable)
+    command = f"cd {tmp_path}; {python} {ROOT}/train.py {' '.join(words)} sharding=ddp hydra.run.dir=two"
+    slurm.run(*NODES, "bash", "-c", command, timeout_s=400)
+    alone = call(*words, "hydra.run.dir=one")
+    assert alone.code == 0, alone.said()
+    assert read_row(tmp_path / "two")["status"] == "ok"
+    two, one = (
+        [line["loss/train"] for line in history(tmp_path / name) if "loss/train" in line] for name in ("two", "one")
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    assert len(two) == 3
