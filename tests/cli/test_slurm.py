@@ -89,8 +89,8 @@ def answers(slurm: Cluster) -> bool:
 
 @pytest.mark.parametrize(
     ("disturb", "num_steps"),
-    # Slurm looks twice a minute who is out of time
-    [(preempt, 100), (run_out_of_time, 250), (lose_the_node, 100), (restart_the_controller, 100)],
+    # Slurm looks twice a minute who is out of time; the others must still run when the same command is typed again
+    [(preempt, 100), (run_out_of_time, 250), (lose_the_node, 100), (restart_the_controller, 400)],
 )
 def test_a_job_that_is_disturbed_goes_on(
     submit: Call, slurm: Cluster, call: Call, tmp_path: Path, disturb: Disturb, num_steps: int
