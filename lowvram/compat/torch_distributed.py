@@ -44,24 +44,51 @@ def before_reductions(module: FSDPModule, agreed: Callable[[list[bool]], list[bo
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     for group in groups:
-        group.post_backward = partial(reduce_group, group, group.post_backward, agreed)
+        group.post_backward = partial(reduce_group, group, group.post_backward, agreed, list[Any]())
     return max((len(group.fsdp_params) for group in groups), default=0)
 
 
 def reduce_group(
-    group: Any, post_backward: Callable[..., None], agreed: Callable[..., list[bool]], *unused: Any
+    group: Any, post_backward: Callable[..., None], agreed: Callable[..., list[bool]], waiting: list[Any], *unused: Any
 ) -> None:
-    """What a group does instead of its `post_backward`; see `before_reductions`.
+    """What a group does instead of its `post_backward`; see `before_reductions`. Copies of shards (HSDP) add up the
+    sums of several parts before they meet: a parameter that one of these parts has used counts in all of them.
 
     FSDPParamGroup.fsdp_params and reduce_grads, since 2.6. Replaced with `before_reductions`.
+
+    Args:
+        waiting: the parameters in the sum of earlier parts, which is kept from part to part.
     """
     trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-    if group.reduce_grads and trained:
-        own = [has_gradient(each) for each in trained]
-        for each, has, must_have in zip(trained, own, agreed(own), strict=True):
-            if must_have and not has:
-                each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    if not (group.reduce_grads and trained):
+        post_backward(*unused)
+        return
+    found = [has_gradient(each) for each in trained]
+    known = {id(each) for each in waiting}
+    must_have = agreed([has or id(each) in known for each, has in zip(trained, found, strict=True)])
+    for each, has, must in zip(trained, found, must_have, strict=True):
+        if must and not has:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    reduced = [each for each, must in zip(trained, must_have, strict=True) if must]
+    if len(reduced) > len(waiting) > 0:
+        make_room(group, waiting, reduced)
     post_backward(*unused)
+    waiting[:] = [] if group._partial_reduce_output is None else reduced
+
+
+def make_room(group: Any, waiting: list[Any], reduced: list[Any]) -> None:
+    """Put zeros for further parameters into the sum of earlier parts, in which those of `waiting` are.
+
+    FSDPParamGroup._partial_reduce_output, comm_ctx and device_handle, and FSDPParam.padded_sharded_param_size, since
+    2.6. Replaced with `before_reductions`.
+    """
+    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+        before: Tensor = group._partial_reduce_output
+        kept = before.split([each.padded_sharded_param_size.numel() for each in waiting])
+        kept_of = {id(each): values for each, values in zip(waiting, kept, strict=True)}
+        sizes = [(id(each), each.padded_sharded_param_size.numel()) for each in reduced]
+        pieces = [kept_of[key] if key in kept_of else before.new_zeros(size) for key, size in sizes]
+        group._partial_reduce_output = torch.cat(pieces)
 
 
 def has_gradient(parameter: Any) -> bool:

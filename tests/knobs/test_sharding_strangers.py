@@ -62,36 +62,45 @@ class Wide(nn.Module):
         return self.head(hidden)
 
 
-def trained(make: type[nn.Module], options: str = "") -> dict[str, Tensor]:
-    """The weights and buffers after some steps; each rank has half of the samples, all of one sign."""
+def trained(make: type[nn.Module], options: str = "", signs: int = 1) -> dict[str, Tensor]:
+    """The weights and buffers after some steps; each rank has a share of the samples, all of one sign, or with two
+    `signs` as many of the first as of the second."""
     torch.manual_seed(1127)
     model, x, targets = make(), torch.randn(SIZE, WIDTH), torch.randint(CLASSES, (SIZE,))
     x[:, 0] = torch.where(torch.arange(SIZE) < SIZE // 2, x[:, 0].abs(), -x[:, 0].abs())
-    each = SIZE // data_ranks().size
-    mine = slice(each * data_ranks().rank, each * (data_ranks().rank + 1))
+    mine = torch.arange(SIZE).view(signs, data_ranks().size, -1)[:, data_ranks().rank].flatten()
     rig = lowvram.assemble(lowvram.task(model, x, blocks=getattr(model, "of_class", None)), f"{SGD} {options}", "cpu")
     for _ in range(STEPS):
         lowvram.step(rig, lowvram.Part(x[mine], targets[mine]))
     return {name: whole(value).clone() for name, value in rig.model.state_dict().items()}
 
 
-def check_as_one(*cases: tuple[type[nn.Module], str, str]) -> None:
-    """Models with options on two ranks, against options on one."""
-    wanted = [trained(make, alone) for make, _, alone in cases]
-    for of_rank in on_ranks(all_trained, [(make, options) for make, options, _ in cases]):
+def check_as_one(*cases: tuple[type[nn.Module], str, str], num_ranks: int = 2, signs: int = 1) -> None:
+    """Models with options on several ranks, against options on one."""
+    wanted = [trained(make, alone, signs) for make, _, alone in cases]
+    on_several = [(make, options) for make, options, _ in cases]
+    for of_rank in on_ranks(all_trained, on_several, signs, num_ranks=num_ranks):
         for case, found, each in zip(cases, of_rank, wanted, strict=True):
             for name, value in each.items():
                 assert relative_error({name: found[name]}, {name: value}) < 1e-5, (case, name)
 
 
-def all_trained(cases: list[tuple[type[nn.Module], str]]) -> list[dict[str, Tensor]]:
-    return [trained(make, options) for make, options in cases]
+def all_trained(cases: list[tuple[type[nn.Module], str]], signs: int) -> list[dict[str, Tensor]]:
+    return [trained(make, options, signs) for make, options in cases]
 
 
 def test_fsdp_counts_a_gradient_that_only_other_ranks_have_as_0() -> None:
     """FSDP2 alone adds up gradients of different weights there, or aborts. What no rank uses stays."""
     at_once = "accum=x2 stepping=in_backward"
     check_as_one((Experts, "sharding=fsdp", ""), (Wide, f"sharding=fsdp {at_once}", at_once))
+
+
+def test_copies_of_shards_keep_a_gradient_that_only_some_parts_have() -> None:
+    """FSDP2 adds up the sums of parts as they lie in memory, whichever weights they are of."""
+    copies = "sharding=fsdp sharding.replicate=2 accum=x2"
+    together = ("", "stepping=in_backward", "offload=parameters")
+    cases = [(Experts, f"{copies} {more}", "accum=x2") for more in together]
+    check_as_one(*cases, (Wide, copies, "accum=x2"), (SomeBlocks, copies, "accum=x2"), num_ranks=4, signs=2)
 
 
 class SomeBlocks(Net):
