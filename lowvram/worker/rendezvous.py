@@ -30,6 +30,7 @@ from lowvram.launch.supervisor import HERE
 from lowvram.launch.torchrun import Launch
 
 T = TypeVar("T")
+THREADS = "OMP_NUM_THREADS"
 SLOW_S = 1.0  # by which an answer may be late
 CAUSE_S = 5.0  # how long a rank that has failed asks which one failed first
 LOOK_S = 0.005  # how often a waiting rank polls the store; it sleeps in between, so that signals get through
@@ -114,6 +115,13 @@ class Rendezvous:
             raise WrongStart("sharding.ranks", ranks, allowed)
         return num_ranks, self._launch.num_local_ranks if self.is_unwatched else num_ranks
 
+    def num_threads(self) -> int:
+        """How many threads this rank may have: its share of OMP_NUM_THREADS, or else of the cores. torchrun sets that
+        variable to 1 unless the user has, so there it says nothing."""
+        given = "" if self.is_unwatched else os.environ.get(THREADS, "").partition(",")[0].strip()
+        most = int(given) if given.isdecimal() else 0
+        return max(1, (most or len(os.sched_getaffinity(0))) // self._launch.num_local_ranks)
+
     def join(
         self, spec: PointSpec, num_ranks: int, device: torch.device, timeout_s: float
     ) -> tuple[torch.device, PointSpec]:
@@ -129,7 +137,7 @@ class Rendezvous:
         allowed = f"{started}, the number of processes that were started for it: start as many, as with torchrun"
         if num_ranks != started:
             raise WrongStart("sharding.ranks", str(num_ranks), allowed)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._launch.num_local_ranks))
+        torch.set_num_threads(self.num_threads())
         if num_ranks == 1:
             return device, spec
         self._num_ranks, self._timeout_s = num_ranks, timeout_s

@@ -64,6 +64,20 @@ def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
         count(first(1), DDP(ranks="3"), CUDA, names_card=False)
 
 
+@pytest.mark.parametrize(
+    ("given", "num_ranks", "num_threads"),
+    [("", 1, 8), ("3", 1, 3), ("6,2", 2, 3), ("1", 4, 1), ("0", 2, 4), ("", 4, 2)],
+)
+def test_ranks_share_the_threads_that_the_program_may_have(
+    monkeypatch: pytest.MonkeyPatch, given: str, num_ranks: int, num_threads: int
+) -> None:
+    """So that points side by side (jobs=2) don't each take all cores. torchrun sets the variable to 1 by itself."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert first(num_ranks).num_threads() == num_threads
+    assert started(Launch(0, num_ranks, 0, num_ranks)).num_threads() == 8 // num_ranks
+
+
 def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
     with pytest.raises(BadInput, match="device='cuda:1': must be auto or cuda with several ranks"):
         count(first(1), DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
