@@ -102,8 +102,15 @@ class Snapshots:
 
         Args:
             hashes: of each rank's files, by their names.
+
+        Raises:
+            OSError: a rank has written them where this one doesn't see them.
         """
         files = {name: value for of_rank in hashes for name, value in of_rank.items()}
+        for name in files:  # before older snapshots are removed, which may be whole
+            if not (beside / name).is_file():
+                what = "written by another rank, and not seen by the first: share the folder between their machines"
+                raise FileNotFoundError(errno.ENOENT, what, str(self.folder / name))
         with (beside / STATE).open("wb") as file:
             torch.save(state | {"run": self.run, FILES: files}, file)
         flush(beside / STATE)

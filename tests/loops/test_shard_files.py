@@ -272,6 +272,33 @@ def test_no_rank_gathers_a_weight_to_save_it(tmp_path: Path) -> None:
     assert max(on_ranks(largest_while_saving, tmp_path / "shards", 0)) <= whole_bytes / 2
 
 
+def save_on_a_disk_of_its_own(folder: Path) -> str:
+    """Two snapshots; at the second one the second rank has another disk than the first."""
+    snapshots = Snapshots(folder, keep=1, sharded_above_bytes=0)
+    snapshots.save_together(1, state_of(1), dict)
+    write, elsewhere = shard_files.write_shards, folder.with_name("another_disk")
+
+    def write_elsewhere(folder: Path, *args: Any) -> dict[str, str]:
+        return write(folder if all_ranks().is_first else elsewhere, *args)
+
+    with patch.object(snapshot, "write_shards", write_elsewhere):
+        try:
+            snapshots.save_together(2, state_of(2), dict)
+        except OSError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.medium
+def test_machines_that_share_no_folder_lose_no_snapshot(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    first, _ = on_ranks(save_on_a_disk_of_its_own, folder)
+    assert "written by another rank, and not seen by the first: share the folder between their machines" in first
+    (path,) = snapshots_in(folder)
+    assert path.name.startswith("step_00000001.")
+    assert_holds(loaded(folder), 1)
+
+
 def save_while_the_second_fails(folder: Path) -> str:
     snapshots = Snapshots(folder, keep=1, sharded_above_bytes=0)
     snapshots.save_together(1, state_of(1), dict)
