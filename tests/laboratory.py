@@ -236,8 +236,10 @@ def batch_of_pairs(spec: DataSpec, num_samples: int, draw: torch.Generator) -> P
 
 
 def my_slice(batch: Part) -> Part:
-    """This rank's slice of a logical batch."""
-    return batch.map(lambda tensor: tensor.tensor_split(data_ranks().size)[data_ranks().rank])
+    """This rank's slice of a logical batch, as loaders give it."""
+    ranks, num_samples = data_ranks(), batch.num_samples
+    num_in_batch = num_samples if num_samples % ranks.size else None
+    return replace(batch.map(lambda tensor: tensor.tensor_split(ranks.size)[ranks.rank]), num_in_batch=num_in_batch)
 
 
 def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:

@@ -373,14 +373,13 @@ def parse_bytes(key: str, text: str | None) -> int | None:
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
-    """Raise BadInput unless the logical batch divides into equal slices for the ranks, and these into equal parts."""
-    unit, name = num_ranks * parts, f"accum.parts={parts}"
+    """Raise BadInput unless there is a sample of the logical batch for each part of each rank. All ranks then compute
+    equally many parts, and so meet in each, whether the batch divides by them or not."""
+    name = f"accum.parts={parts}"
     if num_ranks > 1:
-        name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"
-    each, left = divmod(batch_size, unit)
-    if left:
-        allowed = f"a multiple of {name}: {batch_size} = {each} x {unit} + {left}"
-        raise BadInput("train.batch_size", batch_size, allowed)
+        name = f"{num_ranks * parts} (ranks x accum.parts = {num_ranks} x {parts})"
+    allowed = f"at least {name}, a sample for each part: choose fewer parts or ranks, or a larger batch"
+    require(batch_size >= num_ranks * parts, "train.batch_size", batch_size, allowed)
 
 
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys that are sent to a child, and that `check_root` expects

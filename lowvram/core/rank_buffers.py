@@ -16,9 +16,9 @@ from lowvram.core.mesh import Ranks, data_ranks, tell
 class RankBuffers:
     """The buffers of a model. All ranks must make one, and call its methods, together.
 
-    Running statistics of norms become their mean over the ranks. Of any other buffer that some rank has changed in a
-    step all ranks get the values of rank 0, as with torch's DistributedDataParallel; a line names it once if ranks have
-    had different ones.
+    Running statistics of norms become their mean over the ranks, in which a rank weighs as much as its samples. Of any
+    other buffer that some rank has changed in a step all ranks get the values of rank 0, as with torch's
+    DistributedDataParallel; a line names it once if ranks have had different ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,9 +33,13 @@ class RankBuffers:
         self.before = {name: (buffer, version(buffer)) for name, buffer in others(self.model).items()}
 
     @torch.no_grad()
-    def end(self) -> None:
-        """Called after the forward passes of a step."""
-        average_statistics(self.model)
+    def end(self, weight: float | None = None) -> None:
+        """Called after the forward passes of a step.
+
+        Args:
+            weight: see `slices.weight_among_ranks`.
+        """
+        average_statistics(self.model, weight)
         if self.hosts is None:
             return
         now = others(self.model)
@@ -85,12 +89,17 @@ def same_as_first(buffer: Tensor, ranks: Ranks) -> bool:
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module) -> None:
-    """Give norms the same running statistics on all ranks: their mean over the ranks."""
+def average_statistics(model: nn.Module, weight: float | None = None) -> None:
+    """Give norms the same running statistics on all ranks: their mean over the ranks. A collective.
+
+    Args:
+        weight: of this rank in the mean, relative to the mean weight; None on all ranks: equal weights.
+    """
     training = [norm for norm in norms(model) if norm.training]
     statistics = [tensor for norm in training for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
     if statistics:
         ranks = data_ranks()
-        means = ranks.sum(torch.cat(statistics)) / ranks.size
+        own = torch.cat(statistics) if weight is None else torch.cat(statistics).mul_(weight)
+        means = ranks.sum(own) / ranks.size
         for tensor, mean in zip(statistics, means.split([len(tensor) for tensor in statistics]), strict=True):
             tensor.copy_(mean)

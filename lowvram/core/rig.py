@@ -31,12 +31,14 @@ class Part:
 
     `inputs` and `targets` are each a tensor, or tensors in dictionaries and tuples; the first dimension of every tensor
     counts samples. `soft` is what a teacher predicts for the targets: None without one; in a batch such tensors again,
-    if they come with the samples; once the part is on the device, `SoftTargets`.
+    if they come with the samples; once the part is on the device, `SoftTargets`. `num_in_batch` is how many samples the
+    logical batch has over all ranks, where ranks have slices of different sizes; None where they have equal ones.
     """
 
     inputs: Any
     targets: Any
     soft: Any = None
+    num_in_batch: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -54,7 +56,8 @@ class Part:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
-        return Part(*(tree_map_only(Tensor, change, each) for each in (self.inputs, self.targets, self.soft)))
+        inputs, targets, soft = (tree_map_only(Tensor, change, each) for each in (self.inputs, self.targets, self.soft))
+        return Part(inputs, targets, soft, self.num_in_batch)
 
     def to(self, device: torch.device) -> Part:
         return self.map(lambda tensor: tensor.to(device))

@@ -15,7 +15,7 @@ import torch
 from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import BatchSizes
-from lowvram.data.loader import Loader, collate, make_batches, own_slice, require_workers
+from lowvram.data.loader import Loader, collate, make_batches, own_slice, part_of, require_workers
 from lowvram.data.randomness import Key, Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import DECODER_IDS, FEW_SHAPES, TEXTS, Modality, real_lengths
@@ -60,8 +60,9 @@ class Bucketed(Loader):
         self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         assert isinstance(samples, Texts)
-        keys = bucketed_keys(samples, sizes.largest, seed, first_step, self.pool_batches)
-        return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
+        slices = map(own_slice, bucketed_keys(samples, sizes.largest, seed, first_step, self.pool_batches))
+        make = partial(part_of, partial(self.collate, samples))
+        return make_batches(slices, make, self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
         return trim_padding(collate(samples, keys), self.multiple)
@@ -82,7 +83,7 @@ def texts_of(data: Data, option: str) -> tuple[Texts, Texts]:
 def bucketed_keys(
     samples: Texts, batch_size: int, seed: int, first_step: int, pool_batches: int
 ) -> Iterator[list[Key]]:
-    """The keys of each batch from step `first_step` on, without end; each rank gets its slice.
+    """The keys of each logical batch from step `first_step` on, without end.
 
     A pool is never larger than an epoch, so no sample is in it twice.
     """
@@ -93,7 +94,7 @@ def bucketed_keys(
         drawn = list(islice(keys, pool_batches * batch_size))
         order = np.argsort([samples.length(*key) for key in drawn], kind="stable").reshape(pool_batches, batch_size)
         for batch in generator(Stream.BUCKETS, seed, pool).permutation(order)[offset:]:
-            yield own_slice([drawn[place] for place in batch])
+            yield [drawn[place] for place in batch]
         offset = 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import count, islice
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
 
 import torch
 
@@ -22,6 +22,7 @@ from lowvram.config.settings import parse_bytes
 from lowvram.core import host
 from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part
+from lowvram.core.slices import begin_of
 from lowvram.data.ahead import make_batches_ahead
 from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.randomness import Key
@@ -56,7 +57,8 @@ class Loader(ABC):
         memory, pinned if the device is a card: the step moves them there part by part.
 
         Batches are always full: the last samples of an epoch share a batch with the first of the next epoch.
-        With several ranks each rank loads its slice of every batch only.
+        With several ranks each rank loads its slice of every batch only. Where a batch doesn't divide by them, the
+        first ranks have one sample more.
         """
 
     @abstractmethod
@@ -118,8 +120,8 @@ class Stacked(Loader):
     def batches(
         self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        keys = batch_keys(samples, sizes, seed, first_step)
-        return make_batches(keys, partial(self.collate, samples), *self.ahead, device)
+        slices = map(own_slice, batch_keys(samples, sizes, seed, first_step))
+        return make_batches(slices, partial(part_of, partial(self.collate, samples)), *self.ahead, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
         return collate(samples, keys)
@@ -257,20 +259,30 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def batch_keys(samples: Samples, sizes: BatchSizes, seed: int, first_step: int) -> Iterator[list[Key]]:
-    """The keys of each batch from step `first_step` on, without end; each rank gets its slice. Samples have the same
-    order whatever the sizes of batches."""
+    """The keys of each logical batch from step `first_step` on, without end. Samples have the same order whatever the
+    sizes of batches."""
     keys = samples.keys(seed, sizes.before(first_step))
     for step in count(first_step):
-        yield own_slice(list(islice(keys, sizes.at(step))))
+        yield list(islice(keys, sizes.at(step)))
 
 
-def own_slice(keys: list[Item]) -> list[Item]:
+class Slice(NamedTuple, Generic[Item]):
+    """What this rank computes of a logical batch: the keys of its samples, or rows of them; and how many all ranks have
+    together, if they have different numbers."""
+
+    items: list[Item]
+    num_in_batch: int | None
+
+
+def own_slice(items: list[Item]) -> Slice[Item]:
     """What this process computes of a logical batch."""
-    return slice_of(keys, data_ranks().rank, data_ranks().size)
+    ranks, num_items = data_ranks(), len(items)
+    start, end = (begin_of(num_items, index, ranks.size) for index in (ranks.rank, ranks.rank + 1))
+    return Slice(items[start:end], num_items if num_items % ranks.size else None)
 
 
-def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:
-    """One of `num_slices` slices of (nearly) equal length, the longer ones first, as torch's tensor_split cuts."""
-    length, num_longer = divmod(len(keys), num_slices)
-    start = index * length + min(index, num_longer)
-    return keys[start : start + length + (index < num_longer)]
+def part_of(make: Callable[[list[Item]], Part], own: Slice[Item]) -> Part:
+    """`make(items)` of a slice, which knows how many samples all ranks have together, if they have different
+    numbers."""
+    part = make(own.items)
+    return part if own.num_in_batch is None else replace(part, num_in_batch=own.num_in_batch)

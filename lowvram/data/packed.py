@@ -75,22 +75,26 @@ class Packed(Loader):
 
 
 class PackedRows(NamedTuple):
-    """Keys of sequences, each with its number of tokens, in rows of one width in tokens."""
+    """Keys of sequences, each with its number of tokens, in rows of one width in tokens; and how many rows all ranks
+    have together, if they have different numbers."""
 
     rows: list[list[tuple[Key, int]]]
     width: int
+    num_in_batch: int | None = None
 
 
 def packed_batches(samples: Texts, batch_size: int, seed: int, first_step: int) -> Iterator[PackedRows]:
-    """The rows of each batch from step `first_step` on, without end; each rank gets equally many."""
+    """This rank's rows of each batch from step `first_step` on, without end. All ranks have equally many, unless each
+    sequence has a row of its own: then ranks differ as they do with other loaders."""
     keys = samples.keys(seed, first_step * batch_size)
     while True:
-        rows, width = pack(samples, list(islice(keys, batch_size)), data_ranks().size)
-        yield PackedRows(own_slice(rows), width)
+        packed = pack(samples, list(islice(keys, batch_size)), data_ranks().size)
+        own = own_slice(packed.rows)
+        yield PackedRows(own.items, packed.width, own.num_in_batch)
 
 
 def pack(samples: Texts, keys: list[Key], unit: int) -> PackedRows:
-    """Packs these samples. The number of rows is a multiple of `unit`; so must be the number of samples."""
+    """Packs these samples, at least `unit`. The number of rows is a multiple of `unit`, or that of the samples."""
     lengths = [samples.length(*key) for key in keys]
     rows = assign_rows(lengths, samples.padded_length, unit)
     width = max(sum(lengths[i] for i in row) for row in rows)
@@ -99,11 +103,13 @@ def pack(samples: Texts, keys: list[Key], unit: int) -> PackedRows:
 
 def assign_rows(lengths: Sequence[int], padded_length: int, unit: int) -> list[list[int]]:
     """The indices of the sequences of each row, for little padding. Rows are about `padded_length` wide, or up to
-    `WIDEST` times as wide where that leaves less padding. Their number is a multiple of `unit`."""
+    `WIDEST` times as wide where that leaves less padding. Their number is a multiple of `unit`, or that of the
+    sequences."""
     total = sum(lengths)
     usual, fewest = -(-total // padded_length), -(-total // int(WIDEST * padded_length))
     best, least_places = [[i] for i in range(len(lengths))], len(lengths) * max(lengths)
-    for num_rows in range(-(-usual // unit) * unit, max(fewest, 1) - 1, -unit):
+    most = len(lengths) // unit * unit  # more rows than sequences would leave some empty
+    for num_rows in range(min(-(-usual // unit) * unit, most), max(fewest, 1) - 1, -unit):
         rows, width = narrowest(lengths, num_rows)
         if num_rows * width < least_places:
             best, least_places = rows, num_rows * width
@@ -158,7 +164,7 @@ def to_part(samples: Texts, packed: PackedRows) -> Part:
         fill(targets[number], [wanted[:length] for (_, wanted), length in zip(sequences, lengths, strict=True)])
         rest = torch.arange(packed.width - sum(lengths)) % samples.padded_length
         fill(positions[number], [*map(torch.arange, lengths), rest])
-    return Part({IDS: ids, POSITIONS: positions}, targets)
+    return Part({IDS: ids, POSITIONS: positions}, targets, num_in_batch=packed.num_in_batch)
 
 
 def fill(row: Tensor, pieces: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -14,7 +15,9 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
+from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part, Rig
+from lowvram.core.slices import begin_of, most_in_slice, num_in_batch
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,12 @@ class Parts(Knob):
         num_parts = min(self.parts, batch.num_samples)
         if num_parts <= 1:
             return [batch]
-        ends = split_ends(batch.num_samples, num_parts)
-        return [batch.map(partial(rows, ends=ends, at=at, num_samples=batch.num_samples)) for at in range(num_parts)]
+        bounds = [begin_of(batch.num_samples, at, num_parts) for at in range(num_parts + 1)]
+        pairs = pairwise(bounds)
+        return [batch.map(partial(rows, begin=begin, end=end, num_samples=batch.num_samples)) for begin, end in pairs]
 
 
-def split_ends(num_samples: int, num_parts: int) -> list[int]:
-    """The first sample after each part: as many in each as possible, the first ones have one more."""
-    size, more = divmod(num_samples, num_parts)
-    return [size * (at + 1) + min(at + 1, more) for at in range(num_parts)]
-
-
-def rows(tensor: Tensor, ends: list[int], at: int, num_samples: int) -> Tensor:
+def rows(tensor: Tensor, begin: int, end: int, num_samples: int) -> Tensor:
     """The rows of a part of the samples; the whole tensor if it is the same for all of them.
 
     Raises:
@@ -106,12 +104,25 @@ def rows(tensor: Tensor, ends: list[int], at: int, num_samples: int) -> Tensor:
     each, more = divmod(len(tensor), num_samples)
     allowed = f"tensors with a row for each of the {num_samples} samples, or with one for all, to be split by accum"
     require(each > 0 and not more, "batch", f"a tensor of shape {tuple(tensor.shape)}", allowed)
-    return tensor[each * (ends[at - 1] if at else 0) : each * ends[at]]
+    return tensor[each * begin : each * end]
 
 
-def in_parts_of(num_samples: int) -> Callable[[Part], list[Part]]:
-    """A `Rig.split` for batches of several sizes: into as few parts as have at most so many samples each."""
-    return lambda batch: Parts(-(-batch.num_samples // num_samples)).split(batch)
+def in_parts_of_largest(batch_size: int, num_parts: int) -> Callable[[Part], list[Part]]:
+    """A `Rig.split` for batches of several sizes: into as few parts as are no larger than those of the largest one. All
+    ranks get equally many.
+
+    Args:
+        batch_size: of the largest one, over all ranks, which each splits into `num_parts`.
+    """
+    num_ranks = data_ranks().size
+    num_samples = most_in_slice(batch_size, num_ranks) // num_parts  # of the smallest part
+
+    def split(batch: Part) -> list[Part]:
+        num_all = num_in_batch([batch])
+        num_needed = most_in_slice(most_in_slice(num_all, num_ranks), num_samples)
+        return Parts(min(num_parts, num_needed, num_all // num_ranks)).split(batch)
+
+    return split
 
 
 @dataclass(frozen=True)

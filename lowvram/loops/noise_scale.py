@@ -24,6 +24,7 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.shards import square_sum
+from lowvram.core.slices import num_in_batch
 from lowvram.core.stepper import Stepper, StepperAround, Update
 
 # Averages are over about the last fifth of the steps so far, as the noise scale rises while a run goes on, and over 100
@@ -172,7 +173,7 @@ class NoiseStepper(StepperAround):
 
     def run(self, run: Run, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
         if len(parts) > 1:
-            self.num_samples = data_ranks().size * sum(part.num_samples for part in parts)
+            self.num_samples = num_in_batch(parts)
             self.share = rig.task.num_targets(parts[0]).to(total.device) / total
         return run(rig, parts, total)
 

@@ -21,7 +21,7 @@ from lowvram.core.stepper import Update
 from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data
-from lowvram.knobs.accum import in_parts_of
+from lowvram.knobs.accum import in_parts_of_largest
 from lowvram.loops.noise_scale import Noise, NotMeasured
 from lowvram.loops.schedule import Schedule
 from lowvram.tasks import Problem
@@ -105,8 +105,7 @@ class Session:
         sizes = self.settings.groups["schedule"].sizes(batch_size)
         if sizes == self.sizes:
             return self
-        split = in_parts_of(batch_size // (data_ranks().size * parts))
-        return replace(self, sizes=sizes, rig=replace(self.rig, split=split))
+        return replace(self, sizes=sizes, rig=replace(self.rig, split=in_parts_of_largest(batch_size, parts)))
 
     def batches(self, first_step: int) -> TimedBatches:
         """The logical batches from `first_step` on, without end; each rank gets its slice."""

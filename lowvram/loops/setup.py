@@ -68,9 +68,9 @@ def can_replace(
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
         knobs |= noise_of(settings.train).knobs()
-        is_whole = settings.train.batch_size % (num_ranks * replace(settings, groups=groups).num_parts) == 0
+        has_samples = settings.train.batch_size >= num_ranks * replace(settings, groups=groups).num_parts
         helps = Fact.CUDA not in absent or not groups[group].moves_to_host
-        return helps and is_whole and not conflicts(knobs, absent)
+        return helps and has_samples and not conflicts(knobs, absent)
 
     return can_be
 
@@ -94,9 +94,12 @@ def check_batch_warmup(settings: Settings, num_ranks: int) -> None:
     start, batch_size = settings.groups["schedule"].batch_start, settings.train.batch_size
     if start is None:
         return
-    of_ranks = f", and a multiple of {num_ranks}, the number of ranks" if num_ranks > 1 else ""
+    of_ranks = f", and at least {num_ranks}, the number of ranks" if num_ranks > 1 else ""
     allowed = f"at most {batch_size} (train.batch_size){of_ranks}"
-    require(start <= batch_size and start % num_ranks == 0, "schedule.batch_start", start, allowed)
+    require(num_ranks <= start <= batch_size, "schedule.batch_start", start, allowed)
+    has_larger_parts = batch_size > num_ranks * settings.groups["accum"].parts
+    allowed = f"a multiple of {num_ranks}, the number of ranks, where each part of train.batch_size has one sample"
+    require(start % num_ranks == 0 or has_larger_parts, "schedule.batch_start", start, allowed)
     allowed = "null with this option of loader, whose batches have one size: choose loader=inline or loader=workers"
     require(settings.groups["loader"].takes_any_sizes, "schedule.batch_start", start, allowed)
 

@@ -7,6 +7,8 @@ in their events, every batch size is traced itself, and the result says why.
 
 A step of more than three parts uses memory as one of three does: the first part makes gradients, the last one sends
 them to other ranks, and those between are alike. Only the batch is larger, and there are more losses, one per part.
+Where the first parts have a sample more than the others, up to two of each size are enough: the first and the second
+of the larger ones, one of the smaller ones, and the last. Of several ranks it is the first, which has the most samples.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import NamedTuple, final
 
 import torch
@@ -24,6 +27,7 @@ from lowvram.core.device import Card
 from lowvram.core.fact import ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage, conflicts, model_facts
+from lowvram.core.slices import most_in_slice
 from lowvram.core.structure import Blocks, lacking
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
@@ -35,7 +39,8 @@ from lowvram.planning.trace.reductions import FIXED, Reduction, sizes_of
 from lowvram.planning.trace.tracer import affects_trace, trace
 from lowvram.tasks import Problem
 
-MOST_PARTS = 3  # that are traced
+MOST_PARTS = 3  # that are traced, if they are equal
+MOST_ALIKE = 2  # that are traced of each size, if they are not
 MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size is asked for
 REACHES = 16, 4  # then the upper end is this many times that size; the second is tried if the first gives no line
@@ -52,7 +57,46 @@ class ScaledTrace(NamedTuple):
     why_direct: str | None = None  # why they couldn't be computed, in half a sentence
 
 
-Structure = tuple[tuple[str, ...], int]  # the knobs that a trace depends on, and the number of parts traced
+class Split(NamedTuple):
+    """The parts of a rank's slice, of which the first `num_larger` have one sample more than the others."""
+
+    parts: int
+    num_larger: int = 0
+
+    def shortest(self) -> Split:
+        """Of as few parts as use memory alike."""
+        if not self.num_larger:
+            return Split(min(self.parts, MOST_PARTS))
+        num_larger, num_smaller = (min(num, MOST_ALIKE) for num in (self.num_larger, self.parts - self.num_larger))
+        return Split(num_larger + num_smaller, num_larger)
+
+    def num_samples(self, each: int) -> int:
+        """Of the rank, if the smaller parts have `each`."""
+        return each * self.parts + self.num_larger
+
+    def omitted(self) -> list[Omitted]:
+        """The parts that `shortest` leaves out."""
+        short = self.shortest()
+        if not self.num_larger:
+            of_sizes = [Omitted(self.parts - short.parts, MIDDLE_PART, short.parts)]
+        else:
+            num_smaller = self.parts - self.num_larger - (short.parts - short.num_larger)
+            of_sizes = [
+                Omitted(self.num_larger - short.num_larger, MIDDLE_PART, short.num_larger),
+                Omitted(num_smaller, short.num_larger + 1, short.parts),
+            ]
+        return [omitted for omitted in of_sizes if omitted.num]
+
+
+class Omitted(NamedTuple):
+    """Parts of one size that a shortest split leaves out, of which it has some. Its parts are counted from 1."""
+
+    num: int
+    like: int  # the part that computes what they do
+    last: int  # the last part of that size: their losses are alive by then
+
+
+Structure = tuple[tuple[str, ...], Split]  # the knobs that a trace depends on, and the parts traced
 
 
 @dataclass
@@ -84,24 +128,22 @@ class TraceScaler:
             Incompatible, CantPlan: as `tracer.trace`.
         """
         assert all(knob.stage is not Stage.BATCH for knob in knobs.values())
-        samples, left = divmod(batch_size, parts * self.target.num_ranks)
-        if left or not samples:
-            direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
-            return ScaledTrace(direct, True, "the batch doesn't divide into equal parts")
-        num_traced = min(parts, MOST_PARTS)
+        samples, num_larger = divmod(most_in_slice(batch_size, self.target.num_ranks), parts)
+        assert samples, "a part without samples"
+        split = Split(parts, num_larger)
+        short = split.shortest()
         # Before known traces are looked up: a point with a conflict may have the same structure as one without.
-        self.check({**knobs, "accum": Parts(num_traced)})
+        self.check({**knobs, "accum": Parts(short.parts)})
         knobs = {name: knob for name, knob in knobs.items() if affects_trace(knob)}
-        known = self.known[tuple(repr(knob) for knob in knobs.values()), num_traced]
+        known = self.known[tuple(repr(knob) for knob in knobs.values()), short]
         why_no_line = None
         if known.traces and samples not in known.traces:
-            line = self.line(known, knobs, num_traced, samples)
+            line = self.line(known, knobs, short, samples)
             if isinstance(line, Line):
-                return ScaledTrace(with_parts(line.at(samples), parts), False)
+                return ScaledTrace(with_parts(line.at(samples), split, samples), False)
             why_no_line = line
-        return ScaledTrace(
-            with_parts(self.traced(known, knobs, num_traced, samples), parts), parts == num_traced, why_no_line
-        )
+        traced = self.traced(known, knobs, short, samples)
+        return ScaledTrace(with_parts(traced, split, samples), split == short, why_no_line)
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
@@ -121,7 +163,7 @@ class TraceScaler:
                 self.lacked[asked] = lacking(known, asked)
         return self.lacked[asked]
 
-    def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
+    def line(self, known: KnownTraces, knobs: Mapping[str, Knob], split: Split, samples: int) -> Line | str:
         """A line between two traces that covers `samples` samples of a part; or why there is none."""
         if samples < FEWEST_SAMPLES:
             return "torch treats dimensions of one element differently"
@@ -130,24 +172,25 @@ class TraceScaler:
             return "it is the smallest size"
         larger = [size for size in known.traces if size > samples]
         if larger:
-            return self.line_between(known, knobs, parts, below, min(larger))
+            return self.line_between(known, knobs, split, below, min(larger))
         farther, nearer = (max(MOST_SAMPLES, reach * samples) for reach in REACHES)
-        line = self.line_between(known, knobs, parts, below, farther)
-        return line if isinstance(line, Line) else self.line_between(known, knobs, parts, below, nearer)
+        line = self.line_between(known, knobs, split, below, farther)
+        return line if isinstance(line, Line) else self.line_between(known, knobs, split, below, nearer)
 
     def line_between(
-        self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, below: int, above: int
+        self, known: KnownTraces, knobs: Mapping[str, Knob], split: Split, below: int, above: int
     ) -> Line | str:
         """The line through the traces of two numbers of samples; computed once."""
         if (below, above) not in known.lines:
-            ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
+            ends = {end: self.traced(known, knobs, split, end) for end in (below, above)}
             known.lines[below, above] = line_through(ends, self.target.card)
         return known.lines[below, above]
 
-    def traced(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
+    def traced(self, known: KnownTraces, knobs: Mapping[str, Knob], split: Split, samples: int) -> Trace:
         """The trace of this number of samples, made once in this process, and with a cache once on this machine."""
         if samples not in known.traces:
-            all_knobs, batch_size = {**knobs, "accum": Parts(parts)}, samples * parts * self.target.num_ranks
+            all_knobs = {**knobs, "accum": Parts(split.parts)}
+            batch_size = split.num_samples(samples) * self.target.num_ranks
             key = key_of(self.problem, all_knobs, batch_size, self.target)
             traced = self.cache.get(key) if self.cache else None
             if traced is None:
@@ -214,32 +257,43 @@ def even_slope(one: torch.Tensor, other: torch.Tensor, distance: int) -> torch.T
     return slope if torch.equal(slope * distance, growth) else None
 
 
-def with_parts(trace: Trace, parts: int) -> Trace:
-    """The trace of a step of `parts` parts, from the trace of `min(parts, 3)`."""
-    more = parts - MOST_PARTS
-    if more <= 0:
+def with_parts(trace: Trace, split: Split, samples: int) -> Trace:
+    """The trace of a step of a split, from the trace of its shortest.
+
+    Args:
+        samples: of a part; of the smaller ones.
+    """
+    short = split.shortest()
+    if split == short:
         return trace
     is_batch = torch.tensor([maker == BATCH for maker in trace.makers])
-    num_bytes = torch.where(is_batch[trace.storages], trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
+    growth = Fraction(split.num_samples(samples), short.num_samples(samples))
+    grown = trace.num_bytes // growth.denominator * growth.numerator
+    num_bytes = torch.where(is_batch[trace.storages], grown, trace.num_bytes)
     work = trace.work.clone()
-    work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] *= 1 + more
+    for num, like, _ in split.omitted():
+        work[work[:, Column.PART] == like, Column.TIMES] *= 1 + num
     trace = replace(trace, num_bytes=num_bytes, work=work)
-    for start, end in reversed(last_parts(trace)):
-        trace = with_losses(trace, start, end, more)
+    for starts, end in reversed(steps_of(trace)):
+        for num, _, last in reversed(split.omitted()):
+            trace = with_losses(trace, starts[last - 1 - short.parts], end, num)
+            end += num  # that many births come before it
     return trace
 
 
-def last_parts(trace: Trace) -> list[tuple[int, int]]:
-    """For each step, the event at which the forward pass of its last part begins, and that at which the update does."""
+def steps_of(trace: Trace) -> list[tuple[list[int], int]]:
+    """For each step, the events at which the forward passes of its parts begin, and that at which the update does."""
     changes = torch.cat([torch.tensor([0]), (trace.phases[1:] != trace.phases[:-1]).nonzero()[:, 0] + 1]).tolist()
-    forward = 0
-    ranges: list[tuple[int, int]] = []
+    starts: list[int] = []
+    steps: list[tuple[list[int], int]] = []
     for at in changes:
         phase = PHASES[trace.phases[at]]
-        forward = at if phase is Phase.FORWARD else forward
+        if phase is Phase.FORWARD:
+            starts.append(at)
         if phase is Phase.UPDATE:
-            ranges.append((forward, at))
-    return ranges
+            steps.append((starts, at))
+            starts = []
+    return steps
 
 
 def with_losses(trace: Trace, start: int, end: int, num: int) -> Trace:

@@ -60,7 +60,7 @@ MISTAKES = {
     # ranges
     "ckpt=every1 ckpt.every=0": ["ckpt.every=0: must be at least 1"],
     "model.num_heads=5": ["model.num_heads=5: must be", "model.width=32"],
-    "train.batch_size=6 accum=x4": ["train.batch_size=6: must be a multiple of accum.parts=4", "6 = 1 x 4 + 2"],
+    "train.batch_size=3 accum=x4": ["train.batch_size=3: must be at least accum.parts=4, a sample for each part"],
     "vram=8": ["vram='8': must be", "8GiB"],
     # the device
     "device=tpu": ["device='tpu': must be auto, cpu, cuda or cuda:N"],

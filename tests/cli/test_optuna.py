@@ -113,7 +113,7 @@ def test_it_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sweep_by_optuna_and_the_same_command_again(call: Call) -> None:
-    """Small, so that it chooses points twice: they run once. A batch that doesn't divide is a row, not the end."""
+    """Small, so that it chooses points twice: they run once. More parts than samples are a row, not the end."""
     words = (*PLANNED, "accum=x2,x8", "hydra.sweeper.n_trials=3", "hydra.sweep.dir=outputs/s")
     outcome = call(*words)
     assert outcome.code == 0, outcome.said()

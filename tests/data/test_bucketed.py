@@ -83,8 +83,13 @@ def test_the_slices_of_all_ranks_make_the_batch(monkeypatch: pytest.MonkeyPatch)
     shares = []
     for each in range(3):
         monkeypatch.setattr(Ranks, "rank", each)
-        shares.append(list(itertools.islice(bucketed_keys(TEXTS, 8, 0, 5, 50), 4)))
-    assert [list(itertools.chain(*slices)) for slices in zip(*shares, strict=True)] == whole
+        shares.append(list(itertools.islice(LOADER.batches(TEXTS, SameSize(8), 0, 5, CPU), 4)))
+    for parts, keys in zip(zip(*shares, strict=True), whole, strict=True):
+        assert [part.num_samples for part in parts] == [3, 3, 2]
+        assert {part.num_in_batch for part in parts} == {8}
+        found = [row[row != IGNORE] for part in parts for row in part.targets]
+        wanted = [targets[targets != IGNORE] for _, targets in itertools.starmap(TEXTS.sample, keys)]
+        assert all(itertools.starmap(torch.equal, zip(found, wanted, strict=True)))
 
 
 def test_texts_with_a_class_are_cut_too() -> None:

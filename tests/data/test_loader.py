@@ -17,7 +17,7 @@ from lowvram.core.mesh import Ranks
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.glyphs import Glyphs
-from lowvram.data.loader import Inline, Loader, TimedBatches, Workers, batch_keys, eval_batches, slice_of, stacked
+from lowvram.data.loader import Inline, Loader, TimedBatches, Workers, batch_keys, eval_batches, stacked
 from lowvram.data.source import Samples
 
 # torch's advice on a machine of one core; two workers are right there too.
@@ -191,13 +191,6 @@ def test_batches_for_a_card_are_pinned() -> None:
 # Several ranks
 
 
-@pytest.mark.parametrize(("length", "num_slices"), [(32, 2), (27, 2), (27, 4), (5, 3), (2, 4)])
-def test_slices_are_those_of_tensor_split(length: int, num_slices: int) -> None:
-    keys = [(index, 0) for index in range(length)]
-    wanted = [part.tolist() for part in torch.arange(length).tensor_split(num_slices)]
-    assert [[key[0] for key in slice_of(keys, index, num_slices)] for index in range(num_slices)] == wanted
-
-
 @pytest.mark.parametrize("loader", LOADERS, ids=repr)
 def test_the_slices_of_all_ranks_make_the_batch(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = first_batches(loader, Numbers(10), 4, first_step=3)
@@ -208,6 +201,8 @@ def test_the_slices_of_all_ranks_make_the_batch(loader: Loader, monkeypatch: pyt
         slices.append(first_batches(loader, Numbers(10), 4, first_step=3))
     batches = list(zip(*slices, strict=True))
     assert [part.num_samples for part in batches[0]] == [2, 1, 1]
+    assert {part.num_in_batch for parts in batches for part in parts} == {4}
+    assert {part.num_in_batch for part in whole} == {None}
     assert_same([joined(parts) for parts in batches], whole)
 
 

@@ -52,12 +52,12 @@ def sequences(part: Part) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("unit", [1, 2, 4])
+@pytest.mark.parametrize("unit", [1, 2, 3, 4, 15])
 def test_every_sequence_has_one_place(seed: int, unit: int) -> None:
     lengths = lengths_like(16, 32, torch.Generator().manual_seed(seed))
     rows = assign_rows(lengths, 32, unit)
     assert sorted(itertools.chain(*rows)) == list(range(16))
-    assert len(rows) % unit == 0
+    assert len(rows) % unit == 0 or len(rows) == 16
     assert all(rows)
     assert max(sum(lengths[each] for each in row) for row in rows) <= max(WIDEST * 32, 2 * max(lengths))
 
@@ -72,7 +72,8 @@ def test_little_is_left_over() -> None:
 
 
 def test_sequences_that_fill_their_rows_are_left_alone() -> None:
-    assert assign_rows([32] * 5, 32, 1) == [[0], [1], [2], [3], [4]]
+    for unit in (1, 3):
+        assert assign_rows([32] * 5, 32, unit) == [[0], [1], [2], [3], [4]]
 
 
 def test_the_narrowest_rows_are_found() -> None:
@@ -114,15 +115,17 @@ def test_resuming_at_any_step_gives_the_same_batches(loader: Packed, first_step:
         assert all(map(torch.equal, one.tensors(), other.tensors()))
 
 
-def test_ranks_have_as_many_rows_and_together_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_ranks_have_as_many_rows_and_together_the_batch(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     whole = [sorted(sequences(part)) for part in taken(Packed(), 5)]
-    monkeypatch.setattr(Ranks, "size", 4)
+    monkeypatch.setattr(Ranks, "size", num_ranks)
     shares = []
-    for each in range(4):
+    for each in range(num_ranks):
         monkeypatch.setattr(Ranks, "rank", each)
         shares.append(taken(Packed(), 5))
     for parts, wanted in zip(zip(*shares, strict=True), whole, strict=True):
         assert len({part.targets.shape for part in parts}) == 1
+        assert {part.num_in_batch for part in parts} == {None}
         assert sorted(sequence for part in parts for sequence in sequences(part)) == wanted
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.mesh import Ranks
 from lowvram.core.probes.stated import BRANCHES
-from lowvram.core.rig import Rig
+from lowvram.core.rig import Part, Rig
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
 from lowvram.core.structure import Blocks
+from lowvram.knobs.accum import Parts
 from lowvram.knobs.adapter import BAdam
 from lowvram.knobs.compile import Traced
 from lowvram.knobs.depth import LayerDrop, StochasticDepth
@@ -44,6 +46,7 @@ from tests.laboratory import (
     Trained,
     knobs_of,
     make_batch,
+    my_slice,
     peak_as_planned,
     relative_error,
     saved_bytes,
@@ -221,14 +224,17 @@ def test_parts_give_the_step_of_the_whole_batch(knob: Knob, problem: str) -> Non
 def test_each_rank_draws_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what one process draws for the whole batch."""
 
-    def factors_of(this: int, ranks: int) -> Tensor:
+    def factors_of(num_samples: int, this: int, ranks: int) -> Tensor:
         monkeypatch.setattr(Ranks, "rank", this)
         monkeypatch.setattr(Ranks, "size", ranks)
         draws = Draws(two_branches(3), 0.6, seed=0)
-        draws.num_samples = 12 // ranks
-        return torch.cat([draws.factors(2, CPU) for _ in range(draws.num_samples // 2)], -1)
+        parts = Parts(2).split(my_slice(Part(torch.zeros(num_samples, 1), torch.zeros(num_samples))))
+        draws.run(lambda rig, parts, total: total, Mock(), parts, torch.tensor(1))
+        return torch.cat([draws.factors(part.num_samples, CPU) for part in parts], -1)
 
-    assert torch.cat([factors_of(this, 3) for this in range(3)], -1).equal(factors_of(0, 1))
+    for num_samples in (12, 13, 14):
+        of_ranks = [factors_of(num_samples, this, 3) for this in range(3)]
+        assert torch.cat(of_ranks, -1).equal(factors_of(num_samples, 0, 1))
 
 
 def two_branches(num_blocks: int) -> list[list[Branch]]:
@@ -243,7 +249,7 @@ def test_ranks_give_the_step_of_the_whole_batch(problem: str) -> None:
         knobs_of(depth=knob, sharding=sharding, optimizer="sgd", accum="x2")
         for knob, sharding in ((DROP, "ddp"), (DROP, "fsdp"), (STOCHASTIC, "fsdp"))
     ]
-    plain = {knob: train(task, knobs_of(depth=knob, optimizer="sgd"), [8] * 2) for knob in (DROP, STOCHASTIC)}
+    plain = {knob: train(task, knobs_of(depth=knob, optimizer="sgd"), [8, 9]) for knob in (DROP, STOCHASTIC)}
     for of_rank in on_ranks(train_all, task, choices):
         for knob, found in zip((DROP, DROP, STOCHASTIC), of_rank, strict=True):
             assert relative_error(found.gradients, plain[knob].gradients) < 1e-5
@@ -251,7 +257,7 @@ def test_ranks_give_the_step_of_the_whole_batch(problem: str) -> None:
 
 
 def train_all(task: Problem, choices: list[dict[str, Knob]]) -> list[Trained]:
-    return [train(task, knobs, [8] * 2) for knobs in choices]
+    return [train(task, knobs, [8, 9]) for knobs in choices]
 
 
 @pytest.mark.sampled

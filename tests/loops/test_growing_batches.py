@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lowvram.config.errors import BadInput
+from lowvram.core.mesh import Ranks
 from lowvram.core.rig import Part
+from lowvram.core.slices import begin_of, most_in_slice
 from lowvram.core.step import step
 from lowvram.data.bucketed import Bucketed
 from lowvram.data.loader import Inline
 from lowvram.data.packed import Packed
+from lowvram.knobs.accum import Parts, Whole, in_parts_of_largest
 from lowvram.loops.measure import Measure
 from lowvram.loops.schedule import BatchRule, Constant, Cosine, WarmupCosine
 from lowvram.loops.session import Interrupted, Session
@@ -25,6 +30,7 @@ from tests.loops.sessions import Told, session_in
 from tests.ranks import on_ranks
 
 MakeSession = Callable[..., Session]
+WHOLE = Whole()
 GROWING = Cosine(batch_start=2, batch_warmup_samples=24)
 COMMON: dict[str, Any] = {"schedule": GROWING, "batch_size": 8, "steps": 9}
 SIZES = [2, 2, 2, 2, 4, 4, 6, 6, 8, 8]
@@ -46,6 +52,26 @@ def test_parts_are_never_larger(make_session: MakeSession, start: int, parts: li
     schedule = replace(GROWING, batch_start=start)
     session = make_session(choices={"accum": "x4"}, schedule=schedule, batch_size=8).growing()
     assert parts_of(session, next(session.batches(0))) == parts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks_have_equally_many_parts_and_none_is_larger(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Each part is no larger than the same part of the largest batch, whose memory was planned."""
+    monkeypatch.setattr(Ranks, "size", num_ranks)
+    for num_parts, batch_size in product((1, 2, 3), range(3 * num_ranks, 9 * num_ranks)):
+        split, own = in_parts_of_largest(batch_size, num_parts), most_in_slice(batch_size, num_ranks)
+        largest = [most_in_slice(own - place, num_parts) for place in range(num_parts)]
+        for size in range(num_ranks, batch_size + 1):
+            if size % num_ranks and batch_size == num_ranks * num_parts:
+                continue  # refused
+            begins = [begin_of(size, rank, num_ranks) for rank in range(num_ranks + 1)]
+            of_ranks = [
+                [part.num_samples for part in split(Part(None, torch.zeros(end - begin), num_in_batch=size))]
+                for begin, end in pairwise(begins)
+            ]
+            assert len(set(map(len, of_ranks))) == 1
+            assert all(one <= other for parts in of_ranks for one, other in zip(parts, largest, strict=False))
+            assert [sum(parts) for parts in of_ranks] == [end - begin for begin, end in pairwise(begins)]
 
 
 def test_only_training_grows(make_session: MakeSession) -> None:
@@ -100,17 +126,20 @@ def test_the_learning_rate_goes_by_samples_and_its_rule_by_the_largest_batch(mak
     assert plain.before(9) == 72
 
 
-def losses_on_ranks(folder: Path, choices: dict[str, Any]) -> list[tuple[int, float]]:
+def losses_on_ranks(folder: Path, choices: dict[str, Any], more: dict[str, Any]) -> list[tuple[int, float]]:
     told = Told()
-    Train().run(session_in(folder, "transformer", choices=choices, told=told, **COMMON))
+    Train().run(session_in(folder, "transformer", choices=choices, told=told, **{**COMMON, **more}))
     return told.values("loss/train")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["ddp", "fsdp"])
-def test_ranks_train_as_one_process(tmp_path: Path, option: str) -> None:
-    wanted = losses_on_ranks(tmp_path / "one", {"accum": "x2"})
-    for found in on_ranks(losses_on_ranks, tmp_path / "two", {"accum": "x2", "sharding": option}):
+@pytest.mark.parametrize(("option", "num_ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+def test_ranks_train_as_one_process(tmp_path: Path, option: str, num_ranks: int) -> None:
+    """Three ranks have unequal slices, and in a small batch fewer samples than parts."""
+    common = {} if num_ranks == 2 else {"batch_size": 10, "schedule": replace(GROWING, batch_start=4)}
+    choices = {"accum": "x2", "sharding": option}
+    wanted = losses_on_ranks(tmp_path / "one", {"accum": "x2"}, common)
+    for found in on_ranks(losses_on_ranks, tmp_path / "many", choices, common, num_ranks=num_ranks):
         assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-4)
 
 
@@ -129,16 +158,21 @@ def test_epochs_are_counted_in_samples(make_session: MakeSession) -> None:
     assert sizes.before(steps - 1) < 2 * len(session.data.train) <= sizes.before(steps)
 
 
-def checked(start: int, loader: Any, num_ranks: int) -> None:
-    groups = {"schedule": Constant(batch_start=start, batch_warmup_samples=64), "loader": loader}
+def checked(start: int, loader: Any, num_ranks: int, accum: Parts | Whole = WHOLE) -> None:
+    groups = {"schedule": Constant(batch_start=start, batch_warmup_samples=64), "loader": loader, "accum": accum}
     check_batch_warmup(SimpleNamespace(groups=groups, train=SimpleNamespace(batch_size=8)), num_ranks)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_can_not_grow_says_so() -> None:
     checked(2, Inline(), 2)
-    for start, num_ranks in ((3, 2), (10, 1)):
+    checked(3, Inline(), 2)
+    for start, num_ranks in ((2, 3), (10, 1)):
         with pytest.raises(BadInput, match=rf"^schedule\.batch_start={start}: must be at most 8 \(train\.batch_size\)"):
             checked(start, Inline(), num_ranks)
+    with pytest.raises(
+        BadInput, match=r"^schedule\.batch_start=3: must be a multiple of 2, the number of ranks, where"
+    ):
+        checked(3, Inline(), 2, Parts(4))
     for loader in (Bucketed(), Packed()):
         with pytest.raises(BadInput, match=r"^schedule\.batch_start=2: must be null with this option of loader"):
             checked(2, loader, 1)

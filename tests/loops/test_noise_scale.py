@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,13 +80,18 @@ def batch_of(num_samples: int, seed: int, share_ignored: float) -> Part:
 
 
 def found_of(
-    choices: dict[str, str | Knob], num_steps: int, num_samples: int = 32, share_ignored: float = 0.0
+    choices: dict[str, str | Knob],
+    num_steps: int,
+    num_samples: int = 32,
+    share_ignored: float = 0.0,
+    num_in_batch: int | None = None,
 ) -> Measured:
     found = Measured()
     knobs = {**knobs_of(optimizer=SGD(lr=1e-12, momentum=0.0), **choices), **found.knobs()}
     rig = assemble(Quadratic(), knobs, CPU)
     for seed in range(num_steps):
-        step(rig, batch_of(num_samples, num_steps * data_ranks().rank + seed, share_ignored))
+        batch = batch_of(num_samples, num_steps * data_ranks().rank + seed, share_ignored)
+        step(rig, replace(batch, num_in_batch=num_in_batch))
     return found
 
 
@@ -115,14 +121,17 @@ def test_it_is_per_sample_although_targets_differ() -> None:
     assert value == pytest.approx(2 * SCALE, rel=0.1)
 
 
-def on_this_rank(choices: dict[str, str | Knob]) -> float | None:
-    return found_of(choices, 50, 16).value()
+def on_this_rank(choices: dict[str, str | Knob], sizes: list[int]) -> float | None:
+    num_in_batch = None if len(set(sizes)) == 1 else sum(sizes)
+    return found_of(choices, 50, sizes[data_ranks().rank], num_in_batch=num_in_batch).value()
 
 
 @pytest.mark.slow
-def test_with_ddp_it_is_over_all_ranks() -> None:
-    values = on_ranks(on_this_rank, {"sharding": "ddp", "accum": Parts(2)})
-    assert values[0] == values[1] == pytest.approx(SCALE, rel=0.1)
+@pytest.mark.parametrize("sizes", [[16, 16], [7, 6, 6]])
+def test_with_ddp_it_is_over_all_ranks(sizes: list[int]) -> None:
+    values = on_ranks(on_this_rank, {"sharding": "ddp", "accum": Parts(2)}, sizes, num_ranks=len(sizes))
+    assert values == [pytest.approx(SCALE, rel=0.1)] * len(sizes)
+    assert len(set(values)) == 1
 
 
 def test_the_estimates_are_the_papers() -> None:

@@ -15,8 +15,11 @@ from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.planning import scaling as repricing
 from lowvram.planning.cache import TraceCache, default_folder, key_of
+from lowvram.planning.devices import DeviceSpec
+from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.scaling import Line, TraceScaler, line_through
 from lowvram.planning.target import Target
+from lowvram.planning.time.op_cost import Column
 from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
 from tests.laboratory import PROBLEMS, knobs_of
@@ -113,14 +116,44 @@ def test_what_changes_with_the_batch_is_traced_for_itself() -> None:
     assert scaled.trace.sums() == traced(PROBLEMS["transformer"], knobs, 1, 34).sums()
 
 
-@pytest.mark.parametrize(("parts", "batch_size", "why"), [(1, 1, "dimensions of one"), (3, 10, "equal parts")])
-def test_small_and_uneven_batches_are_traced_for_themselves(parts: int, batch_size: int, why: str) -> None:
+def test_a_single_sample_is_traced_for_itself() -> None:
     scaler = TraceScaler(PROBLEMS["resnet"], H100)
     scaler.trace(without_accum(), 1, 8)
-    scaled = scaler.trace(without_accum(), parts, batch_size)
+    scaled = scaler.trace(without_accum(), 1, 1)
     assert scaled.is_direct
-    assert why in (scaled.why_direct or "")
-    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), parts, batch_size).sums()
+    assert "dimensions of one" in (scaled.why_direct or "")
+    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 1).sums()
+
+
+UNEVEN: list[tuple[dict[str, str | Knob], int, int, int]] = [  # with ranks, parts, and a batch
+    ({"sharding": "zero1"}, 3, 6, 64),  # 22 samples on the first rank: 4 parts of 4, 2 of 3
+    ({}, 1, 3, 10),
+    ({"precision": "bf16", "ckpt": "every2"}, 1, 8, 23),  # 7 parts of 3, 1 of 2
+    ({"stepping": "cpu_offload", "sharding": "fsdp"}, 2, 7, 43),  # 22 samples: 1 part of 4, 6 of 3
+    ({"sharding": "ddp"}, 4, 1, 33),
+]
+
+
+@pytest.mark.parametrize(("choices", "ranks", "parts", "batch_size"), first_of(UNEVEN), ids=str)
+def test_parts_of_unequal_size_are_planned_for_the_rank_with_the_most_samples(
+    choices: dict[str, str | Knob], ranks: int, parts: int, batch_size: int, num_traced: Callable[[], int]
+) -> None:
+    """To the byte, and with all that it computes and sends; from lines, too."""
+    knobs, target, problem = without_accum(**choices), Target(H100.card, ranks), PROBLEMS["transformer"]
+    scaler = TraceScaler(problem, target)
+    sizes = [batch_size + ranks * parts * more for more in (0, 8, 3)]
+    *_, scaled = [scaler.trace(knobs, parts, size).trace for size in sizes]
+    assert num_traced() == 2
+    wanted = traced(problem, knobs, parts, sizes[-1], target)
+    for is_steady in (False, True):
+        found_sums, wanted_sums = scaled.sums(is_steady), wanted.sums(is_steady)
+        assert found_sums.peak_bytes == wanted_sums.peak_bytes
+        assert found_sums.by_kind == wanted_sums.by_kind
+        assert found_sums.by_kind_max == wanted_sums.by_kind_max
+    one, other = ((each.work[:, Column.FLOPS] * each.work[:, Column.TIMES]).sum() for each in (scaled, wanted))
+    assert one == other
+    device = PlanDevice("card", DeviceSpec(), ranks)
+    assert traffic(scaled, device) == traffic(wanted, device)
 
 
 def test_many_prices_take_no_more_traces_than_two(num_traced: Callable[[], int]) -> None:

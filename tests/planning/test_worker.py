@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_incompatible() -> None:
     assert fields["status"] == "incompatible"
     assert "optimizer=adafactor needs that the optimizer updates whole parameters" in fields["reason"]
     fields = Planner().fields(*composed(*TINY, CARD, "accum=x8"))
-    assert "train.batch_size=4: must be a multiple of accum.parts=8" in fields["reason"]
+    assert "train.batch_size=4: must be at least accum.parts=8, a sample for each part" in fields["reason"]
 
 
 def test_a_model_that_cannot_be_planned_is_an_error_and_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,9 +234,10 @@ def test_points_run_from_python_grow(tmp_path: Path) -> None:
     assert tried(row)
 
 
-def test_parts_that_do_not_divide_are_refused() -> None:
-    sentence = refusal(*TINY, AUTO, "accum.parts=3", "train.batch_size=32")
-    assert sentence == "train.batch_size=32: must be a multiple of accum.parts=3: 32 = 10 x 3 + 2"
+def test_more_parts_than_samples_are_refused() -> None:
+    sentence = refusal(*TINY, AUTO, "accum.parts=33", "train.batch_size=32")
+    allowed = "at least accum.parts=33, a sample for each part: choose fewer parts or ranks, or a larger batch"
+    assert sentence == f"train.batch_size=32: must be {allowed}"
     assert refusal(*TINY, AUTO, "accum.parts=0") == "accum.parts=0: must be at least 1"
 
 

@@ -235,8 +235,8 @@ WRONG = {
     "sharding.ranks=0": "sharding.ranks='0': must be auto or at least 1",
     "sharding.ranks=many": "sharding.ranks='many': must be auto or at least 1",
     "sharding.timeout_s=0": "sharding.timeout_s=0.0: must be more than 0 seconds",
-    "train.batch_size=6 accum=x2": "a multiple of 4 (ranks x accum.parts = 2 x 2): 6 = 1 x 4 + 2",
-    "sharding.ranks=999999999": "must be a multiple of 999999999 (ranks",
+    "train.batch_size=3 accum=x2": "at least 4 (ranks x accum.parts = 2 x 2), a sample for each part: choose fewer",
+    "sharding.ranks=999999999": "must be at least 999999999 (ranks",
 }
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.knob import Exactness, Knob, Stage
-from lowvram.core.mesh import data_ranks
 from lowvram.core.probes import stated
 from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES
 from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.seeds import generator_for
+from lowvram.core.slices import begin_in_batch, num_in_batch
 from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
 from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape, first_tensor
@@ -136,12 +136,14 @@ class Draws:
     def __init__(self, branches: list[list[Branch]], rate: float, seed: int) -> None:
         self.branches, self.rate, self.seed = branches, rate, seed
         self.step = self.num_samples = self.num_begun = 0  # samples of this rank in a step; those whose pass has begun
+        self.num_before = self.num_in_batch = 0  # samples of the ranks before this one; of all ranks
 
     def begin_step(self, step: int) -> None:
         self.step = step
 
     def run(self, run: Run, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
         self.num_samples, self.num_begun = sum(part.num_samples for part in parts), 0
+        self.num_before, self.num_in_batch = begin_in_batch(parts), num_in_batch(parts)
         return run(rig, parts, total)
 
     def forward(self, model: nn.Module, forward: Callable[[Part], Any], part: Part) -> Any:
@@ -153,12 +155,12 @@ class Draws:
         return forward(part)
 
     def factors(self, num_samples: int, device: torch.device) -> Tensor:
-        """Of the next samples of this rank's slice: (l, k, n), fp32. All slices are equally large. Where a step passes
-        several times over its parts, each pass draws the same."""
-        begin = data_ranks().rank * self.num_samples + self.num_begun % self.num_samples
+        """Of the next samples of this rank's slice: (l, k, n), fp32. Where a step passes several times over its parts,
+        each pass draws the same."""
+        begin = self.num_before + self.num_begun % self.num_samples
         self.num_begun += num_samples
         generator = generator_for(self.seed, f"stochastic depth {self.step}", device)
-        shape = (len(self.branches), max(map(len, self.branches)), data_ranks().size * self.num_samples)
+        shape = (len(self.branches), max(map(len, self.branches)), self.num_in_batch)
         drawn_lkn = torch.rand(shape, generator=generator, device=device)[..., begin : begin + num_samples]
         share_l11 = 1 - torch.linspace(0, self.rate, len(self.branches), device=device)[:, None, None]
         return (drawn_lkn < share_l11) / share_l11

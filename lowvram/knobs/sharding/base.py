@@ -15,6 +15,7 @@ from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.mesh import data_ranks
 from lowvram.core.rank_buffers import RankBuffers
 from lowvram.core.rig import Part, Rig
+from lowvram.core.slices import weight_among_ranks
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def over_ranks(rig: Rig) -> Rig:
     def run(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
         buffers.begin()
         loss = rig.run(final, parts, total)
-        buffers.end()
+        buffers.end(weight_among_ranks(parts))
         return data_ranks().sum(loss)
 
     return replace(rig, total=total, run=run)

@@ -30,6 +30,7 @@ from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, Marks, with_phases
 from lowvram.core.rig import Part, Rig
 from lowvram.core.rounds import three_followed
+from lowvram.core.slices import most_in_slice
 from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import NO_MODULE, OpCounter
@@ -79,7 +80,7 @@ def trace_of(
             fix()
 
         def make_batch() -> Part:
-            return problem.as_loaded(example(problem.spec, batch_size // target.num_ranks, known))
+            return problem.as_loaded(example(problem.spec, most_in_slice(batch_size, target.num_ranks), known))
 
         for _ in range(2):
             take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
