@@ -124,6 +124,8 @@ class SideBySide(Launcher):
 def work(pipe: Any, singletons: Any, about: About, slot: str | None, num: int) -> None:
     """In a process of its own: run points until there are no more. It is asked to stop when the program dies."""
     stop_with_parent()
+    if has_lost_parent():
+        return
     setup_globals()
     Singleton.set_state({**Singleton.get_state(), "instances": singletons})
     os.environ.setdefault(THREADS, str(max(1, len(os.sched_getaffinity(0)) // num)))
@@ -134,6 +136,12 @@ def work(pipe: Any, singletons: Any, about: About, slot: str | None, num: int) -
     while (given := next_point(pipe)) is not None:
         index, words = given
         pipe.send(ran(index, words, *about))
+
+
+def has_lost_parent() -> bool:
+    """Whether the program died while this process started: its pipe may still hold a point."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and os.getppid() != parent.pid
 
 
 def next_point(pipe: Any) -> tuple[int, Words] | None:

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import initialize_config_dir
@@ -17,6 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
+from lowvram.cli import side_by_side
 from lowvram.cli.side_by_side import SideBySide, Slots, slots_for
 from lowvram.config.errors import BadInput
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
@@ -84,6 +87,17 @@ def test_another_process_takes_the_next_point(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(RuntimeError, match="the process of point 2 was killed"):
         launched(tmp_path, ["0", "1"], 6, "deadly=2")
     assert len(multiprocessing.active_children()) == 0
+
+
+def test_a_process_whose_program_has_died_meanwhile_begins_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.send((0, ["number=0"]))
+    monkeypatch.setattr(side_by_side, "stop_with_parent", lambda: None)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1))
+    nothing: Any = None
+    side_by_side.work(theirs, {}, nothing, None, 1)
+    assert theirs.poll()
+    assert not ours.poll()
 
 
 @pytest.mark.slow
