@@ -35,7 +35,8 @@ from lowvram.launch.torchrun import Launch, launch_from
 from lowvram.planning.client import plan_for_row
 from lowvram.planning.devices import load_device
 from lowvram.results import row as rows
-from lowvram.results.files.run_folder import Claim, Held, has_snapshots
+from lowvram.results.files.claim import Claim, Held
+from lowvram.results.files.run_folder import has_snapshots
 from lowvram.results.row import Row, Status
 from lowvram.runs import folders
 from lowvram.runs.callbacks import check_callbacks
@@ -131,7 +132,7 @@ class Job:
             return replace(ending, is_stopped=True)
         mistake, submitter = mistake_in(config), self._submitter(config)
         try:
-            with folders.point_folder(point) as (claim, earlier):
+            with folders.point_folder(point, lambda: self._is_queued(point, submitter)) as (claim, earlier):
                 if earlier is not None and (rows.is_final(earlier) or (submitter and not rows.is_missing(earlier))):
                     return replace(ending, is_kept=True)
                 if submitter is not None and mistake is None:
@@ -145,6 +146,10 @@ class Job:
                 return self._in_queue(ending, submitter.place(point.name, job))
             return replace(ending, holder=held.who)
         return ended(ending, row, error)
+
+    def _is_queued(self, point: Point, submitter: Submitter | None) -> bool:
+        """Whether the queue has a job for a point."""
+        return submitter is not None and submitter.held(point.folder) is not None
 
     def _submitter(self, config: DictConfig) -> Submitter | None:
         """What hands points to the queue that the configuration names; None: they run here."""
@@ -268,7 +273,7 @@ def run_in_folder(point: Point, claim: Claim, find: Callable[[Point], Result]) -
     """Run a point that has no final row yet, with `find`."""
     is_resumed = has_snapshots(point.folder)
     earlier = rows.read(point.folder) if is_resumed and not claim.was_cut_off else None
-    point = replace(point, locks=(claim.fd,), run=claim.run, is_resumed=is_resumed, earlier=earlier)
+    point = replace(point, locks=(claim.fd,), fence=claim.fence, run=claim.run, is_resumed=is_resumed, earlier=earlier)
     if not point.is_resumed:  # a resumed point writes them at its first step
         write_notes(point.folder, point.notes)
     return find(point)

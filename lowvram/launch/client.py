@@ -118,7 +118,7 @@ class Server:
         """
         point.write()
         launch = point.launch and vars(point.launch)
-        request = {"folder": str(point.folder), "hidden": point.hidden(), "launch": launch}
+        request = {"folder": str(point.folder), "hidden": point.hidden(), "launch": launch, "fence": point.fence}
         if launch is None:
             if (num_ranks := self._num_ranks(point, order)) is None:
                 return None

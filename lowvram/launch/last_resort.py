@@ -105,6 +105,12 @@ class LastResort:
             why = "still running after timeout_s; code in the program itself, such as a callback, blocked it"
             self._end("timeout", why, EXIT_FAILED)
 
+    def end_taken_over(self, reason: str) -> None:
+        """Called by another thread: end the program and the processes of its point at once. They may write nothing more
+        in the folder, so no row is left."""
+        self._record = None
+        self._end("interrupted", reason, EXIT_INTERRUPTED)
+
     def _end(self, status: str, reason: str, code: int) -> None:
         server_pid, record = self.server_pid, self._record
         if server_pid is not None:

@@ -120,13 +120,15 @@ class Point(PointSpec):
         launch: this program's rank, if torchrun has started it.
         notes: what was typed and composed, for `.hydra/`.
         locks: descriptors of locked files, which its processes (and no others) keep open, so that the locks last as
-            long as any of them lives: see results/files/run_folder.py.
+            long as any of them lives: see results/files/claim.py.
+        fence: a folder and the token that its lease has as long as they may write there: see results/files/lease.py.
     """
 
     earlier: Row | None = None
     launch: Launch | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     locks: Sequence[int] = ()
+    fence: tuple[str, str] | None = None
 
     @property
     def first_rank(self) -> int:

@@ -27,6 +27,7 @@ from lowvram.core.mesh import all_ranks
 from lowvram.core.shards import joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
+from lowvram.results.files.lease import check_ours
 
 MOST_NAMED = 2  # buffers that a message names
 
@@ -108,12 +109,14 @@ class Posts:
 
     def shards(self) -> Path:
         """The folder in which each leaves its large shards."""
+        check_ours(self._folder)
         folder = self.path(0, "shards")
         folder.mkdir(exist_ok=True)
         return folder
 
     def leave(self, post: dict[str, Any], state: dict[str, Any], writing: Path) -> None:
         """Leave this rank's post, with its shards of `state`. While it is written it is `writing`."""
+        check_ours(self._folder)
         shards = [local(leaf).detach().cpu() for leaf in sharded_leaves(state)]
         torch.save(post | {"shards": shards}, writing)
         writing.replace(self.path(all_ranks().rank))

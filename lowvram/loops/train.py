@@ -43,8 +43,8 @@ from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, 
 from lowvram.loops.spilled import spilled
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
-from lowvram.results.files.durable import unfinished_name
-from lowvram.results.files.run_folder import SNAPSHOTS, made_folders
+from lowvram.results.files.durable import made_folders, unfinished_name
+from lowvram.results.files.run_folder import SNAPSHOTS
 
 FIRST_HELD, HELD_EVERY = 2, 10  # logged steps at which the memory held is read: the first ones, and every tenth
 SETTLING_STEPS = 2  # the first steps, which aren't timed: the optimizer's state is made in the first

@@ -6,8 +6,9 @@ The program locks the folder of a single run or of a sweep; the process that run
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -16,17 +17,19 @@ from omegaconf import DictConfig
 
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_id
+from lowvram.launch.last_resort import last_resort
 from lowvram.launch.spec import Point
 from lowvram.launch.stop import stop_signals
 from lowvram.results import row as rows
+from lowvram.results.files.claim import Claim, Held
 from lowvram.results.files.durable import write_text
-from lowvram.results.files.run_folder import Claim, Held, Kind, has_snapshots, holds_run, other_point
+from lowvram.results.files.renewal import DEAD_S, LOOK_S, Watch
+from lowvram.results.files.run_folder import Kind, has_snapshots, holds_run, other_point
 from lowvram.results.row import Row
-from lowvram.results.terminal import hydra_quoted, shown_path
+from lowvram.results.terminal import hydra_quoted, shown_path, tell
 from lowvram.runs.hydra_notes import sweep_note
 
 SWEEP_NOTE = "multirun.yaml"
-LOOK_S = 1.0  # between two tries to lock a folder
 
 
 # Folders of single runs that this process took before Hydra made them. Hydra hands nothing on to the job.
@@ -45,19 +48,45 @@ def begin_run(folder: Path, resume: str | None, wait_s: float = 0.0) -> Claim:
     key = "hydra.run.dir" if resume is None else "resume"
     if resume is None:
         check_new(folder)
-    claim = claimed(folder, key, time.monotonic() + wait_s)
+    claim = claimed(folder, key, wait_s=wait_s)
     _runs[claim.folder] = claim
     return claim
 
 
-def claimed(folder: Path, key: str, until_s: float) -> Claim:
+def claimed(
+    folder: Path,
+    key: str,
+    point: str | None = None,
+    wait_s: float = 0.0,
+    is_known: Callable[[], bool] = lambda: False,
+) -> Claim:
+    """Take the folder of a run. A program on another machine that holds its lease and can't be asked is watched, unless
+    this one is asked to stop.
+
+    Args:
+        point, key: as for `Claim`.
+        wait_s: how long to wait for the end of another program.
+        is_known: asked once before a program is watched: whether it is known to live.
+
+    Raises:
+        Held: another program writes there.
+        BadInput: see `Claim`.
+    """
+    until_s, watch, has_told = time.monotonic() + wait_s, Watch(folder.absolute()), False
     while True:
         try:
-            return Claim(folder, Kind.RUN, key)
-        except Held:
-            if time.monotonic() >= until_s or stop_signals():
+            return Claim(folder, Kind.RUN, key, point, watch, last_resort.end_taken_over)
+        except Held as held:
+            if stop_signals() or not (held.is_unsure or time.monotonic() < until_s):
                 raise
-            time.sleep(LOOK_S)
+            if held.is_unsure and not has_told:
+                if is_known():
+                    raise
+                has_told = True
+                who = held.who.partition(",")[0]
+                what = f"{shown_path(folder)}: {who} has a lease there: watching for up to {DEAD_S:g} s whether"
+                tell(f"{what} it is alive", sys.stderr)
+        time.sleep(LOOK_S)
 
 
 def run_at(folder: Path) -> Claim | None:
@@ -73,14 +102,17 @@ def end_runs(is_refused: bool) -> None:
 
 
 @contextmanager
-def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
+def point_folder(point: Point, is_known: Callable[[], bool] = lambda: False) -> Iterator[tuple[Claim, Row | None]]:
     """Lock the folder of one point of a sweep inside the block; yields the claim and the row that is already there.
+
+    Args:
+        is_known: see `claimed`.
 
     Raises:
         Held: another program runs the point now.
         BadInput: it holds the results of another point, or other files are in it.
     """
-    claim = Claim(point.folder, Kind.RUN, "hydra.sweep.subdir", point.id)
+    claim = claimed(point.folder, "hydra.sweep.subdir", point.id, is_known=is_known)
     try:
         earlier = rows.read(point.folder)
         check_same_point(earlier, point.id, shown_path(point.folder))

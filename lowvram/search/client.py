@@ -216,6 +216,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
         logged={"name": "-".join(changes.values()) or "as typed", "group": group_of(point)},
         plan={name: value for name, value in candidate.items() if name != "changes"},
         locks=point.locks,
+        fence=point.fence,
     )
 
 

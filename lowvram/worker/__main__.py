@@ -15,7 +15,7 @@ from typing import Any
 
 from lowvram.config.code_names import code_of
 from lowvram.config.errors import BadInput
-from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.config.words import typed_value
 from lowvram.launch.client import LIBRARIES
@@ -25,8 +25,9 @@ from lowvram.launch.streams import protect_streams
 from lowvram.launch.supervisor import WORKER, Outlets
 from lowvram.launch.torchrun import Launch, end_with_agent, launch_from
 from lowvram.results import row as rows
-from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, was_cut_off
+from lowvram.results.files.run_folder import has_snapshots, was_cut_off
 from lowvram.results.terminal import shown_path
+from lowvram.runs.folders import claimed
 from lowvram.runs.hydra_notes import own_notes_in
 from lowvram.runs.own_runs import check_code
 
@@ -47,6 +48,8 @@ def main(words: Sequence[str]) -> int:
     except (BadInput, NoSpec) as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
+    except KeyboardInterrupt:  # while another machine's program was watched
+        return EXIT_INTERRUPTED
     except OSError as error:
         print(f"{error.filename or shown_path(folder)}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
@@ -65,16 +68,17 @@ def run_in(spec: PointSpec, launch: Launch | None) -> int:
         if is_first:
             print(f"{shown_path(folder)}: has its result already: {row['status']}")
         return rows.exit_code([row], sweep=False)
-    claim = Claim(folder, Kind.RUN, "FOLDER") if is_first else None
+    claim = claimed(folder, "FOLDER") if is_first else None
     try:
         changes = {} if claim is None else {"is_resumed": has_snapshots(folder), "run": claim.run}
+        fence = None if claim is None else claim.fence
         fds = opened_anew(folder) if is_first else (opened(folder),)
         for name in LEFT_OUT if is_first else ():
             if has_value(spec.config, name):
                 print(f"{name} is left out: train.py does it, and nobody follows this run")
         os.environ |= {**LIBRARIES, **os.environ}  # before torch is imported
         worker = importlib.import_module(WORKER)
-        about = {"folder": str(folder), "hidden": [], "launch": launch and vars(launch)}
+        about = {"folder": str(folder), "hidden": [], "launch": launch and vars(launch), "fence": fence}
         code = worker.main({**about, "is_alone": True, "changes": changes}, Outlets(STDOUT, fds[0]), 0, -1)
         if is_first and (row := rows.read(folder)) is not None:
             print(": ".join(filter(None, [shown_path(folder), row["status"], row["reason"]])))

@@ -32,6 +32,7 @@ from lowvram.launch.torchrun import Launch
 from lowvram.loops.session import Interrupted
 from lowvram.results import metric_lines
 from lowvram.results import row as rows
+from lowvram.results.files.lease import guard
 from lowvram.results.row import Status
 from lowvram.runs.retry import is_due
 from lowvram.runs.row_so_far import RowSoFar
@@ -248,6 +249,8 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
     if name := request.get("ask"):
         return ASKS[name](events, **request["arguments"])
     folder = Path(request["folder"])
+    if (fence := request.get("fence")) is not None:
+        guard(Path(fence[0]), fence[1])
     prepare(folder / native_log(rendezvous.rank))
     spec = replace(PointSpec.read(folder, request["hidden"]), **request.get("changes", {}))
     learn(spec.config)

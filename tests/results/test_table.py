@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lowvram.results.columns import Table
-from lowvram.results.files.run_folder import MARKER, Claim, Kind
+from lowvram.results.files.claim import Claim
+from lowvram.results.files.run_folder import MARKER, Kind
 from lowvram.results.printed_table import to_markdown
 from lowvram.results.report.report import main as write_report
 from lowvram.results.row import GIB, MIB, Row, empty_row, merge, write

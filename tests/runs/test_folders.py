@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.results.files.run_folder import Claim, Held, Kind
+from lowvram.results.files.claim import Claim, Held
+from lowvram.results.files.run_folder import Kind
 from lowvram.runs import folders
 
 

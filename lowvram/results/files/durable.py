@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from lowvram.results.files.lease import check_ours
+
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.unfinished")
 NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # errors of file systems that can't flush folders
 
@@ -24,6 +26,7 @@ NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # errors of file 
 def unfinished(path: Path) -> Iterator[Path]:
     """A new, empty file beside `path`, for `settle`; removed at the end if it wasn't moved. An OSError raised inside
     that names no file, as those of `write` and `fsync`, names this one."""
+    check_ours(path)
     beside = unfinished_name(path)
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
@@ -40,6 +43,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 def unfinished_folder(path: Path) -> Iterator[Path]:
     """A new, empty folder beside `path`; removed at the end, with what is still in it. What a failing disk keeps
     there is a leftover. OSErrors as in `unfinished`."""
+    check_ours(path)
     beside = unfinished_name(path)
     beside.mkdir()
     try:
@@ -75,6 +79,7 @@ def name_file(error: OSError, path: Path) -> None:
 def settle(beside: Path, path: Path) -> None:
     """Flush a written file and rename it to `path`, replacing an older one: a power cut leaves one of the two whole."""
     flush(beside)
+    check_ours(path)
     beside.replace(path)
     flush_folder(path.parent)
 
@@ -82,6 +87,7 @@ def settle(beside: Path, path: Path) -> None:
 def settle_folder(beside: Path, path: Path) -> None:
     """The same of a folder whose files are flushed. Nothing may have the name `path`."""
     flush_folder(beside)
+    check_ours(path)
     beside.rename(path)
     flush_folder(path.parent)
 
@@ -167,6 +173,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what programs that died have left in a folder. The caller must know that no program writes there now."""
+    check_ours(folder)
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
             if path.is_dir() and not path.is_symlink():

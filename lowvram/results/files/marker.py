@@ -1,5 +1,5 @@
 """Reads `.lowvram`, the file that marks a folder as holding our results, and names the program that runs there.
-run_folder.py writes and locks it.
+claim.py writes and locks it.
 Imports no torch, and nothing that takes time.
 """
 
@@ -34,16 +34,21 @@ class Owner:
 
     def may_be_alive(self) -> bool:
         """Whether the process may still run, judged without the lock."""
-        return self.host != socket.gethostname() or born_ticks(self.pid) == self.born_ticks
+        return not self.is_of_here() or born_ticks(self.pid) == self.born_ticks
+
+    def is_of_here(self) -> bool:
+        return self.host == socket.gethostname()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.started}"
 
 
 def born_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None: there is no such process."""
+    """When a process of this machine started, in clock ticks since boot; None: there is no such process, or it has
+    ended and nobody has asked how."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(numbers[18])
     except (OSError, ValueError, IndexError):
         return None
 

@@ -9,11 +9,15 @@ import hashlib
 import io
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 SHORT_BYTES = 2**20  # of a file that describes something in a few lines
 GROWTH_BYTES = 2**16  # by which a file may grow while it is read
 LONG_BYTES = 2**26  # of one with an entry for each file or tensor of a large model
+NUM_TRIES = 5  # to read a file that other machines replace meanwhile
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -53,21 +57,41 @@ def open_regular(path: Path, most_bytes: int | None = None) -> io.BufferedReader
         raise
 
 
+def unless_stale(read: Callable[[], T]) -> T:
+    """What `read` returns, which opens a file by its name and reads it. Where another machine replaces the file
+    meanwhile, NFS knows the old one no more (ESTALE): `read` is called again, and finds the new one."""
+    for _ in range(NUM_TRIES - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return read()
+
+
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """The bytes of a file; one that grows meanwhile is read up to `most_bytes`. Raises OSError as `open_regular`."""
-    with open_regular(path, most_bytes) as file:
-        if most_bytes is None:
-            return file.read()
-        # Not `most_bytes`: as much memory would be allocated, whatever the file's size.
-        return file.read(min(most_bytes, os.fstat(file.fileno()).st_size + GROWTH_BYTES))
+
+    def read() -> bytes:
+        with open_regular(path, most_bytes) as file:
+            if most_bytes is None:
+                return file.read()
+            # Not `most_bytes`: as much memory would be allocated, whatever the file's size.
+            return file.read(min(most_bytes, os.fstat(file.fileno()).st_size + GROWTH_BYTES))
+
+    return unless_stale(read)
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
     """Raises OSError, as `open_regular`, for a file that a library is to read."""
-    open_regular(path, most_bytes).close()
+    unless_stale(lambda: open_regular(path, most_bytes).close())
 
 
 def fingerprint(path: Path) -> str:
     """The first 64 bits of the SHA-256 of a file, as 16 hex digits. Raises OSError as `open_regular`."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+    def hashed() -> str:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+    return unless_stale(hashed)

@@ -17,10 +17,11 @@ from lowvram.models.layout import names_at
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.files import manifest
+from lowvram.results.files.claim import Claim
 from lowvram.results.files.marker import point_of
 from lowvram.results.files.other_format import check_safetensors
 from lowvram.results.files.regular import Irregular, read_regular
-from lowvram.results.files.run_folder import NAMES, Claim, Kind, was_cut_off
+from lowvram.results.files.run_folder import NAMES, Kind, was_cut_off
 from lowvram.results.loggers.wandb import stored_run_id
 from lowvram.results.memory_over_step import read as read_moments
 from lowvram.results.metric_lines import read_lines

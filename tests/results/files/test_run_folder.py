@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from lowvram.config.errors import BadInput
+from lowvram.results.files.claim import Claim, Held
 from lowvram.results.files.durable import made_folders, unfinished_name
 from lowvram.results.files.marker import MARKER, Owner, owner_of, read_marker
-from lowvram.results.files.run_folder import Claim, Held, Kind, is_running
+from lowvram.results.files.run_folder import Kind, is_running
 
 
 def taken(folder: Path, **about: Any) -> Claim:
@@ -26,7 +27,7 @@ def taken(folder: Path, **about: Any) -> Claim:
 
 def held_elsewhere(folder: Path) -> subprocess.Popen[bytes]:
     """Another process that has taken a folder, and ends when its stdin is closed."""
-    imports = "from pathlib import Path; from lowvram.results.files.run_folder import *"
+    imports = "from pathlib import Path; from lowvram.results.files.claim import Claim, Kind"
     text = f"{imports}; c = Claim(Path({str(folder)!r}), Kind.RUN, 'x')"
     command = [sys.executable, "-c", f"{text}; print('taken', flush=True); input()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
