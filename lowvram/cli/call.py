@@ -4,6 +4,7 @@ it checks and launches. It keeps how each point ended. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,8 @@ from lowvram.config.settings import is_inline
 from lowvram.launch.launcher import Queue
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
+from lowvram.results import row as rows
+from lowvram.results.files.late import is_there_in_time
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress, tell
 from lowvram.runs.folders import SweepFolder
@@ -115,6 +118,8 @@ class Call:
         for finished in jobs:
             ending = finished.return_value  # raises the job's own exception
             self.endings[ending.index] = ending
+        if self.is_elsewhere:
+            await_rows(self.endings.values())
 
     def _check(self, coming: SweepBatch) -> None:
         """Build the objects of the representative points in a child process. Raises what is wrong with them."""
@@ -176,6 +181,12 @@ class Call:
     def leave_hydra(self) -> None:
         """When Hydra has returned: restore signals and the environment."""
         self._elsewhere.close()
+
+
+def await_rows(endings: Iterable[Ending]) -> None:
+    """Wait for rows that jobs on other machines have written, and that this one may see late."""
+    files = [ending.folder / rows.FILE_NAME for ending in endings if ending.has_row and ending.row is None]
+    is_there_in_time(lambda: all(file.exists() for file in files), [file.parent for file in files])
 
 
 @cache

@@ -78,9 +78,12 @@ class Ending:
 
     def read_row(self) -> Row | None:
         """The row of the point, unless it has none or another program runs the point."""
-        if self.is_stopped or self.holder or self.place or self.refusal:
-            return None
-        return self.row or rows.read(self.folder)
+        return (self.row or rows.read(self.folder)) if self.has_row else None
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the point has ended with a row, here or on disk."""
+        return not (self.is_stopped or self.holder or self.place or self.refusal)
 
 
 @final
@@ -133,6 +136,8 @@ class Job:
         mistake, submitter = mistake_in(config), self._submitter(config)
         try:
             with folders.point_folder(point, lambda: self._is_queued(point, submitter)) as (claim, earlier):
+                if earlier is None and submitter is not None:
+                    earlier = submitter.late_row(point.folder)
                 if earlier is not None and (rows.is_final(earlier) or (submitter and not rows.is_missing(earlier))):
                     return replace(ending, is_kept=True)
                 if submitter is not None and mistake is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +25,13 @@ from lowvram.config.words import key
 from lowvram.launch.launcher import Launcher, Local, Queue, Queued, Work, own_token
 from lowvram.launch.slurm import job_name
 from lowvram.launch.spec import Point
+from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
 from lowvram.results import row as rows
+from lowvram.results.files.late import LATE_S, is_shared, is_there_in_time
 from lowvram.results.files.run_folder import JOB_LIVES, JOB_LOG, has_snapshots
 from lowvram.results.row import Row
-from lowvram.results.terminal import hydra_quoted, shown_path
+from lowvram.results.terminal import hydra_quoted, shown_path, tell
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.submission import Submission
 
@@ -59,6 +62,7 @@ class Submitter:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._jobs: Mapping[str, Queued] = {}  # by their names, when it was last asked
+        self._late_s: float | None = None  # until when rows of jobs that have ended may still show themselves
 
     def held(self, folder: Path) -> Queued | None:
         """The job that the queue holds for a folder; None if it holds none.
@@ -72,6 +76,23 @@ class Submitter:
         if submission.job_name not in self._jobs:  # submitted, or started again by hand, after it was asked
             self._jobs = {job.name: job for job in self._queue.jobs()}
         return self._jobs.get(submission.job_name)
+
+    def late_row(self, folder: Path) -> Row | None:
+        """The row of a point without one, if its job has left the queue: another machine has written it, and this one
+        may see it late. All points together are waited for once.
+
+        Raises:
+            Refused: the queue doesn't answer.
+        """
+        if Submission.read(folder) is None or self.held(folder) is not None:
+            return None
+        if self._late_s is None:
+            self._late_s = time.monotonic() + LATE_S
+            if is_shared(folder):
+                what = f"{shown_path(folder)}: its {self._queue.label} job has ended"
+                tell(f"{what}: waiting up to {LATE_S:g} s for the row, which this machine may see late")
+        is_there_in_time(lambda: stop_signals() > 0 or rows.read(folder) is not None, [folder], self._late_s)
+        return rows.read(folder)
 
     def submit(self, point: Point, words: Sequence[str]) -> Place:
         """Submit a point whose folder this program has claimed, unless the queue holds it.

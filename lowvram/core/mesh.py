@@ -3,8 +3,6 @@ that hold the shards of a tensor. Today these are one group; code names the one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, final
@@ -79,15 +77,6 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, self.group)
         return values
-
-    @contextmanager
-    def first_before_others(self) -> Iterator[None]:
-        """The first leaves the block before the others enter it. A collective."""
-        if not self.is_first:
-            dist.barrier(self.group)
-        yield
-        if self.is_first and self.size > 1:
-            dist.barrier(self.group)
 
     def on_hosts(self) -> Ranks | None:
         """The same ranks, for messages between their hosts that meet no other message; None where there is nobody to

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -30,6 +30,7 @@ from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only,
 from lowvram.config.texts import first_line
 from lowvram.core.shards import is_sharded, local
 from lowvram.results.files.durable import flush, naming, remove_empty, remove_files, unfinished_name
+from lowvram.results.files.late import is_there_in_time
 from lowvram.results.files.regular import fingerprint
 from lowvram.results.files.run_folder import STATE
 
@@ -176,6 +177,7 @@ def read_shards(folder: Path, state: dict[str, Any], like: Like) -> dict[str, An
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 leaves[place] = targets[name_of(len(targets))] = in_host_memory(leaf, example)
         whole[part] = tree_unflatten(leaves, structure)
+    await_files(folder, state.get(FILES, ()))
     reader = HuggingFaceStorageReader(str(folder))
     try:
         with alone():
@@ -209,8 +211,20 @@ def in_host_memory(place: Tensor, like: Tensor | None) -> Tensor:
 def are_sound(folder: Path, hashes: Mapping[str, str]) -> bool:
     """Whether the files of shards in a folder are those that were written, no more and no fewer. Raises OSError if one
     can't be read."""
-    names = {path.name for path in folder.iterdir() if path.suffix == SUFFIX}  # of which torch reads each
+    await_files(folder, hashes)
+    names = names_in(folder)
     return names == set(hashes) and all(fingerprint(folder / name) == hashes[name] for name in sorted(names))
+
+
+def names_in(folder: Path) -> set[str]:
+    """The files of shards in a folder, of which torch reads each."""
+    return {path.name for path in folder.iterdir() if path.suffix == SUFFIX}
+
+
+def await_files(folder: Path, names: Iterable[str]) -> None:
+    """Wait for files that other machines have written, and that this one may see late."""
+    expected = set(names)
+    is_there_in_time(lambda: expected <= names_in(folder), [folder])
 
 
 def remove_folder(folder: Path) -> None:

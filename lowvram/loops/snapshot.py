@@ -40,6 +40,7 @@ from lowvram.results.files.durable import (
     unfinished,
     unfinished_folder,
 )
+from lowvram.results.files.late import is_there_in_time
 from lowvram.results.files.marker import MARKER
 from lowvram.results.files.regular import fingerprint
 from lowvram.results.files.run_folder import SNAPSHOT_NAME, STATE, snapshots_in
@@ -147,22 +148,36 @@ class Snapshots:
         """The newest sound snapshot, on the CPU; None if there is no snapshot. Damaged ones and those of other runs are
         renamed, with a message.
 
-        A collective: all ranks must call it, and each loads the snapshot; of one in shards its own ones.
+        A collective: all ranks must call it. The first one chooses the snapshot, and each loads it; of one in shards
+        its own ones.
 
         Args:
             check: raises an error for a state that doesn't fit, before anything is printed or renamed.
             like: how this run's tensors are sharded (`read_shards`).
 
         Raises:
-            BadInput: all of them are damaged, or another run's.
+            BadInput: all of them are damaged, or another run's; or a rank's machine doesn't see the first one's.
         """
-        with all_ranks().first_before_others():
-            found = self._newest(check)
-        if found is None:
+        found = self._newest(check) if all_ranks().is_first else None
+        name = all_ranks().gather(None if found is None else found[0].name)[0]  # it has put aside what it passed over
+        if name is None:
             return None
-        path, state = found
+        path, state = found or self._named(name, check)
         with fitting(self.folder.parent):
             return read_shards(path, state, like()) if path.is_dir() else state
+
+    def _named(self, name: str, check: Check) -> tuple[Path, dict[str, Any]]:
+        """The snapshot that the first rank has chosen. Another machine may see it late."""
+        path, rank = self.folder / name, all_ranks().rank
+        state_at = path / STATE if path.suffix == ".shards" else path
+        is_there = is_there_in_time(state_at.is_file, [self.folder, path])
+        state = read_state(path) if is_there and is_sound(path, with_shards=False) else None
+        if not isinstance(state, dict):
+            what = "is damaged there" if is_there else "isn't there: share the folder between the machines"
+            allowed = f"a folder that all ranks see as the first one does: for rank {rank} {name} {what}"
+            raise BadInput("resume", str(self.folder.parent), allowed)
+        check(state)
+        return path, state
 
     def _newest(self, check: Check) -> tuple[Path, dict[str, Any]] | None:
         paths = snapshots_in(self.folder)
@@ -173,7 +188,7 @@ class Snapshots:
             )
         unusable: dict[Path, str] = {}  # and what is wrong with each
         for path in paths:
-            state = read_state(path) if is_sound(path, all_ranks().is_first) else None
+            state = read_state(path) if is_sound(path) else None
             if state is not None and not isinstance(state, dict):
                 unusable[path] = FORGED
                 continue

@@ -14,6 +14,7 @@ import pytest
 
 from lowvram.cli.submit import flags
 from lowvram.config import identity
+from lowvram.results.files import late
 from lowvram.results.files.run_folder import JOB_SCRIPT
 from lowvram.runs.submission import Submission
 from tests.calls import TINY, Outcome, history, read_row
@@ -125,6 +126,30 @@ def test_the_same_command_submits_collects_and_submits_what_is_missing(call: Cal
     assert done.code == 0, done.said()
     assert done.statuses == {"seed1": "ok", "seed2": "ok"}
     assert [line["step"] for line in history(folders["seed2"]) if "loss/train" in line] == [1, 2]
+
+
+def test_a_row_that_is_seen_late_is_waited_for(
+    call: Call, run_job: Call, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network's file system: the node has written it, and this machine doesn't know it yet."""
+    words = (*SWEEP, "seed=1,2", "train.steps=2")
+    folders = by_name(call(*words))
+    for folder in folders.values():
+        assert run_job(folder).code == 0
+        (folder / "result.json").rename(folder / "unseen")
+
+    def see(_: Path) -> bool:
+        """Is asked while something is missing, before a wait."""
+        for folder in folders.values():
+            if (folder / "unseen").exists():
+                (folder / "unseen").rename(folder / "result.json")
+        return True
+
+    monkeypatch.setattr(late, "is_shared", see)
+    done = call(*words)
+    assert done.code == 0, done.said()
+    assert done.statuses == {"seed1": "ok", "seed2": "ok"}
+    assert slurm.num_submitted == 2
 
 
 def test_a_row_is_that_of_a_point_that_ran_here(call: Call, run_job: Call) -> None:

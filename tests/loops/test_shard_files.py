@@ -25,6 +25,7 @@ from lowvram.core.shards import local, whole
 from lowvram.loops import shard_files, snapshot
 from lowvram.loops.shard_files import split_into_files
 from lowvram.loops.snapshot import Snapshots, fingerprint, is_sound
+from lowvram.results.files import late
 from lowvram.results.files.run_folder import snapshots_in
 from tests.ranks import CONTEXT, as_rank, on_ranks, one_rank_alone
 
@@ -323,3 +324,45 @@ def test_a_folder_that_a_rank_did_not_finish_is_never_whole(tmp_path: Path) -> N
     (path,) = snapshots_in(folder)
     assert path.name.startswith("step_00000001.")
     assert_holds(loaded(folder), 1)
+
+
+def come_late(folder: Path, unseen: Path) -> Callable[[Path], bool]:
+    """While something is missing in a folder: each time one more file is seen, which another machine has written."""
+
+    def see(_: Path) -> bool:
+        folder.mkdir(exist_ok=True)
+        for path in sorted(unseen.rglob("*.*")):
+            there = folder / path.relative_to(unseen)
+            if not there.exists():
+                there.mkdir() if path.is_dir() else shutil.copyfile(path, there)
+                break
+        return True
+
+    return see
+
+
+def resume_where_the_second_sees_late(folder: Path, waits_s: float) -> str:
+    """The second rank is on another machine, which has another folder here."""
+    for step in (1, 2):
+        Snapshots(folder / "first", keep=2, sharded_above_bytes=0).save_together(step, state_of(step), dict)
+    shutil.copytree(folder / "first", folder / "unseen", dirs_exist_ok=True) if all_ranks().is_first else None
+    all_ranks().gather(None)
+    mine = folder / ("first" if all_ranks().is_first else "second")
+    see = come_late(mine, folder / "unseen")
+    with patch.object(late, "is_shared", see), patch.object(late, "LATE_S", waits_s):
+        try:
+            state = Snapshots(mine, keep=2).load()
+        except BadInput as error:
+            return str(error)
+    assert state is not None
+    assert torch.equal(state["model"]["a"], torch.arange(21.0).view(7, 3) + 2)
+    return "resumed"
+
+
+@pytest.mark.medium
+def test_a_rank_on_another_machine_waits_for_the_snapshot_of_the_first(tmp_path: Path) -> None:
+    assert on_ranks(resume_where_the_second_sees_late, tmp_path, 60.0) == ["resumed", "resumed"]
+    first, second = on_ranks(resume_where_the_second_sees_late, tmp_path / "not shared", -1.0)
+    assert first == "resumed"
+    assert "must be a folder that all ranks see as the first one does: for rank 1 step_00000002." in second
+    assert "isn't there: share the folder between the machines" in second
