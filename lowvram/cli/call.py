@@ -82,11 +82,12 @@ class Call:
         require(self._jobs == ONE or not self.is_elsewhere, "jobs", self._jobs, allowed)
         if self.is_elsewhere:
             self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
-        if isinstance(launcher_of(config), Queue):
+        if isinstance(queue := launcher_of(config), Queue):
+            chosen = f"launcher={queue.option}"
             if self.is_elsewhere:
-                raise Refused("hydra/launcher: must be left out with launcher=slurm, which starts the processes")
+                raise Refused(f"hydra/launcher: must be left out with {chosen}, which starts the processes")
             if needs_rows:
-                raise Refused("hydra/sweeper: must be left out with launcher=slurm: it waits for the rows of points")
+                raise Refused(f"hydra/sweeper: must be left out with {chosen}: it waits for the rows of points")
             name_device(device_in(self.sweep.path) or device_name())
 
     def launch(self, launcher: Launcher, coming: SweepBatch, config: DictConfig, beside: Launcher) -> None:

@@ -1,5 +1,5 @@
-"""Hands points to a queue (launcher=slurm), each once: what this program does in place of running them. Imports no
-torch.
+"""Hands points to a queue (launcher=slurm or ray), each once: what this program does in place of running them. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from lowvram.config.schema import build
 from lowvram.config.secret import REFUSED, words_without_secrets
 from lowvram.config.settings import is_inline
 from lowvram.config.words import key
-from lowvram.launch.launcher import Launcher, Local, Queue, Queued, Work, own_token
-from lowvram.launch.slurm import job_name
+from lowvram.launch.launcher import Launcher, Local, Queue, Queued, Work, job_name, own_token
 from lowvram.launch.spec import Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
 from lowvram.results import row as rows
 from lowvram.results.files.late import LATE_S, is_shared, is_there_in_time
-from lowvram.results.files.run_folder import JOB_LIVES, JOB_LOG, has_snapshots
+from lowvram.results.files.run_folder import JOB_LIVES, JOB_LOG, JOB_RECORD, has_snapshots
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path, tell
 from lowvram.runs.hydra_notes import write_notes
@@ -71,7 +70,7 @@ class Submitter:
             Refused: the queue doesn't answer.
         """
         submission = Submission.read(folder)
-        if submission is None:
+        if submission is None or submission.queue != self._queue.option:
             return None
         if submission.job_name not in self._jobs:  # submitted, or started again by hand, after it was asked
             self._jobs = {job.name: job for job in self._queue.jobs()}
@@ -101,10 +100,15 @@ class Submitter:
             words: what was typed for the point.
 
         Raises:
-            Refused: the queue doesn't take it, or holds a job for another configuration of it.
+            Refused: the queue doesn't take it, or holds a job for another configuration of it; or another queue may
+                still hold it.
         """
         folder, label = point.folder, self._queue.label
-        before, held = Submission.read(folder), self.held(folder)
+        before = Submission.read(folder)
+        if before is not None and before.queue != self._queue.option:
+            check_ended(folder, before)
+            before = None
+        held = self.held(folder)
         if before is not None and held is not None:
             if before.id != point.id:
                 what = f"{label} job {held.id} ({held.state}) runs another configuration in {shown_path(folder)}"
@@ -113,7 +117,7 @@ class Submitter:
                 replace(before, job=held.id).write(folder)
             return self.place(point.name, held)
         job = self._submit(point, words)
-        line = f"{point.name}: {how_before(folder, before, label)}submitted as {label} job {job}"
+        line = f"{point.name}: {how_before(folder, before, self._queue)}submitted as {label} job {job}"
         return Place(job, line, is_new=True)
 
     def place(self, name: str, job: Queued) -> Place:
@@ -122,8 +126,9 @@ class Submitter:
 
     def _submit(self, point: Point, words: Sequence[str]) -> str:
         folder, token = point.folder, secrets.token_hex(TOKEN_BYTES)
-        command = [*program(), *flags(), *words_of_job(words, folder)]
+        command = [*program(), *flags(), *words_of_job(words, folder, self._queue.variables)]
         submission = Submission(
+            queue=self._queue.option,
             token=token,
             job_name=job_name(point.name, token),
             id=point.id,
@@ -153,26 +158,37 @@ def launcher_of(config: DictConfig) -> Launcher:
 def check_launcher(config: DictConfig) -> None:
     """Raises BadInput or Refused if the points of a configuration can't be handed to the queue that it names."""
     launcher = launcher_of(config)
-    if isinstance(launcher, Local) or own_token():  # a job, whose user may have launcher=slurm in conf/local
+    if isinstance(launcher, Local) or own_token():  # a job, whose user may have another launcher in conf/local
         return
-    many = f"1 with launcher=slurm: {launcher.label} decides how many points run at the same time"
+    many = f"1 with launcher={launcher.option}: {launcher.label} decides how many points run at the same time"
     require(str(config.jobs) == "1", "jobs", config.jobs, many)
     require(not is_inline(config), "process", config.process, f"child where {launcher.label} starts the program")
     if launch_from() is not None:
-        raise Refused(
-            "launcher=slurm under torchrun: type it without, and sharding.ranks=2 (or more) for several ranks"
-        )
+        how = "type it without, and sharding.ranks=2 (or more) for several ranks"
+        raise Refused(f"launcher={launcher.option} under torchrun: {how}")
     launcher.check()
 
 
-def how_before(folder: Path, before: Submission | None, label: str) -> str:
+def check_ended(folder: Path, before: Submission) -> None:
+    """Raises Refused unless a job of another queue has left a final row: that queue isn't asked."""
+    row: Row | None = rows.read(folder)
+    if row is None or not rows.is_final(row):
+        job = f"launcher={before.queue}, job {before.job or before.job_name}"
+        how = f"type that launcher to collect it, or remove {shown_path(folder / JOB_RECORD)} once the job is gone"
+        raise Refused(f"{shown_path(folder)}: its point was submitted with {job}: {how}")
+
+
+def how_before(folder: Path, before: Submission | None, queue: Queue) -> str:
     """For a line: how an earlier job has left the point; empty if there was none."""
     if before is None:
         return ""
     row: Row | None = rows.read(folder)
-    job = f"{label} job {before.job}" if before.job else "its job"
+    job = f"{queue.label} job {before.job}" if before.job else "its job"
     if row is None:
-        return f"{job} has ended without a row (see {shown_path(folder / JOB_LOG)}), "
+        log = folder / JOB_LOG
+        known = [queue.how_ended(before.job or before.job_name), f"see {shown_path(log)}" if log.exists() else ""]
+        about = "; ".join(filter(None, known))
+        return f"{job} has ended without a row{f' ({about})' if about else ''}, "
     return f"{job} has ended, {row['status']}: {row['reason']}, "
 
 
@@ -188,11 +204,12 @@ def flags() -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in typed.items() if value]
 
 
-def words_of_job(words: Sequence[str], folder: Path) -> list[str]:
+def words_of_job(words: Sequence[str], folder: Path, variables: str) -> list[str]:
     """The words with which a job runs a point.
 
     Args:
         words: what was typed for it.
+        variables: how a job gets a variable of the environment.
 
     Raises:
         Refused: one of them is a secret, which a script would show.
@@ -200,6 +217,6 @@ def words_of_job(words: Sequence[str], folder: Path) -> list[str]:
     kept = [word for word in words if key(word).partition(".")[0] not in OF_THIS_CALL]
     for word, shown in zip(kept, words_without_secrets(kept), strict=True):
         if REFUSED in shown:
-            how = "set a variable of the environment, which jobs inherit, and type ${oc.env:NAME}"
+            how = f"type ${{oc.env:NAME}}, the name of a variable of the environment; {variables}"
             raise Refused(f"{key(word)}: a secret can't be typed for a job, whose script others may read: {how}")
     return [f"resume={hydra_quoted(str(folder))}", *kept]

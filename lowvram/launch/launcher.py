@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import final
 from lowvram.config.errors import Refused
 
 TOKEN = "LOWVRAM_SUBMITTED"  # in the environment of a job: which submission it belongs to
+LONGEST_NAME = 60  # characters of a job's name
 _own = [""]
 
 
@@ -68,6 +70,8 @@ class Queue(ABC):
     """Runs jobs on other machines, also after this program has ended."""
 
     label: str  # for messages
+    option: str  # as in launcher=OPTION
+    variables: str  # for a message: how a job gets a variable of the environment
 
     @abstractmethod
     def check(self) -> None:
@@ -84,6 +88,15 @@ class Queue(ABC):
     @abstractmethod
     def jobs(self) -> Sequence[Queued]:
         """The user's jobs that wait or run. Raises Refused if the queue doesn't answer."""
+
+    def how_ended(self, job: str) -> str:
+        """What the queue says of the end of a job, in one line; empty if it doesn't say."""
+        return ""
+
+
+def job_name(point: str, token: str) -> str:
+    """A name that queues show whole, and that no other submission has."""
+    return f"{re.sub(r'[^A-Za-z0-9.+_-]', '_', point)[: LONGEST_NAME - len(token) - 1]}-{token}"
 
 
 @final

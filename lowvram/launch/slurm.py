@@ -26,7 +26,6 @@ from lowvram.results.files.run_folder import JOB_LIVES, JOB_LOG, JOB_SCRIPT, SNA
 
 ANSWER_S = 120.0  # the longest that sbatch and squeue may take
 SIGNAL_EARLY_S = 60  # Slurm may signal that much earlier than asked
-LONGEST_NAME = 60  # characters of a job's name
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"))
 ENDED |= {"PREEMPTED", "REVOKED", "TIMEOUT"}
 # Options of sbatch that the script has, or that would make something else of it than one job of one task here.
@@ -63,6 +62,8 @@ class Slurm(Queue):
     lines: list[str] = field(default_factory=list)
 
     label = "Slurm"
+    option = "slurm"
+    variables = "set it here, as jobs inherit the environment"
 
     def __post_init__(self) -> None:
         for name, allowed in {
@@ -185,11 +186,6 @@ def environment(values: Mapping[str, str]) -> dict[str, str]:
         for name, value in values.items()
         if name not in OF_THIS_PROGRAM and (name in STAYS or not OF_A_JOB.match(name))
     }
-
-
-def job_name(point: str, token: str) -> str:
-    """A name that squeue shows whole, and that no other submission has."""
-    return f"{re.sub(r'[^A-Za-z0-9.+_-]', '_', point)[: LONGEST_NAME - len(token) - 1]}-{token}"
 
 
 def options(slurm: Slurm, work: Work) -> list[str]:

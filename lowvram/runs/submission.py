@@ -1,5 +1,5 @@
-"""Beside a point that was handed to a queue (launcher=slurm): which job runs it, and what the point is called. Imports
-no torch.
+"""Beside a point that was handed to a queue (launcher=slurm or ray): which job runs it, and what the point is called.
+Imports no torch.
 
 The record is on disk before the queue gets the job, and again once it has told the job's number. If the program dies in
 between, the job is found by its name.
@@ -26,14 +26,16 @@ class Submission:
     """A point that was handed to a queue.
 
     Attributes:
+        queue: the option of the launcher.
         token: no two submissions share one; the job has it in its environment.
         job_name: as the queue shows it.
         id, name, index, logged: of the point, as in its row.
         device: the device that the point's id names: which one will run it isn't known before.
         sweep: the name of its sweep; None: a single run.
-        job: the number that the queue has told; None: it hasn't.
+        job: the id that the queue has told; None: it hasn't.
     """
 
+    queue: str
     token: str
     job_name: str
     id: str

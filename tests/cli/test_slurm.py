@@ -44,12 +44,12 @@ def job_in(folder: Path) -> str:
 
 
 def log_of(folder: Path) -> str:
-    return (folder / "slurm_job.log").read_text()
+    return (folder / "queue_job.log").read_text()
 
 
 def wait_for_steps(folder: Path, num: int = 3) -> None:
     path = folder / "metrics.jsonl"
-    what = f"{num} steps; its log: {log_of(folder) if (folder / 'slurm_job.log').exists() else 'none'}"
+    what = f"{num} steps; its log: {log_of(folder) if (folder / 'queue_job.log').exists() else 'none'}"
     wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= num, what, 400)
 
 
@@ -113,7 +113,7 @@ def test_a_job_that_is_disturbed_goes_on(
     assert job_in(folder) == job
     assert [path.parent for path in tmp_path.glob("s/*/result.json")] == [folder]
     assert read_row(folder)["status"] == "ok"
-    lives = (folder / "slurm_job.lives").read_text().splitlines()
+    lives = (folder / "queue_job.lives").read_text().splitlines()
     assert len(lives) == (1 if disturb is restart_the_controller else 2), log_of(folder)
     assert lives[-1].startswith("none" if disturb is restart_the_controller else "step_")
 
@@ -131,7 +131,7 @@ def test_each_point_is_submitted_once_while_its_job_lives(submit: Call, slurm: C
     first = submit(*words, "name=2.raise+3.hang@2")
     assert first.code == 0, first.said()
     assert first.out.count("submitted as Slurm job") == 3
-    folders = {json.loads((path / "slurm_job.json").read_text())["name"]: path for path in first.folders}
+    folders = {json.loads((path / "queue_job.json").read_text())["name"]: path for path in first.folders}
     jobs = {name: job_in(path) for name, path in folders.items()}
     slurm.wait_for(jobs["seed3"], "RUNNING")
     wait_for_steps(folders["seed3"], 1)

@@ -25,7 +25,7 @@ SBATCH = """\
 #!/bin/sh
 [ -f {folder}/refuses ] && {{ cat {folder}/refuses >&2; exit 1; }}
 id=$(($(wc -l < {folder}/submitted) + 1))
-name=$(sed -n 's/^#SBATCH --job-name=//p' slurm_job.sh)
+name=$(sed -n 's/^#SBATCH --job-name=//p' queue_job.sh)
 echo "$id|PENDING|$name" | tee -a {folder}/submitted >> {folder}/jobs
 [ -f {folder}/dies ] && kill -9 $PPID
 echo $id
@@ -96,7 +96,7 @@ def run_job(call: Call, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 def by_name(outcome: Outcome) -> dict[str, Path]:
-    return {json.loads((path / "slurm_job.json").read_text())["name"]: path for path in outcome.folders}
+    return {json.loads((path / "queue_job.json").read_text())["name"]: path for path in outcome.folders}
 
 
 def test_the_same_command_submits_collects_and_submits_what_is_missing(call: Call, run_job: Call, slurm: Slurm) -> None:
@@ -116,8 +116,7 @@ def test_the_same_command_submits_collects_and_submits_what_is_missing(call: Cal
     slurm.end("2")
     again = call(*words)
     assert again.code == 0, again.said()
-    assert "seed2: Slurm job 2 has ended without a row (see s/" in again.out
-    assert "submitted as Slurm job 3" in again.out
+    assert "seed2: Slurm job 2 has ended without a row, submitted as Slurm job 3" in again.out
     assert "1 of 2 points are in the queue" in again.out
     assert slurm.num_submitted == 3
     assert run_job(folders["seed2"]).code == 0

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from lowvram.config.errors import BadInput, Refused
 from lowvram.config.schema import build
-from lowvram.launch.launcher import Queued, Unsure, Work
-from lowvram.launch.slurm import Slurm, environment, job_name, jobs_in, reason_in, script, seconds_of
+from lowvram.launch.launcher import Queued, Unsure, Work, job_name
+from lowvram.launch.slurm import Slurm, environment, jobs_in, reason_in, script, seconds_of
 
 COMMAND = ["python", "train.py", "resume=x", "name=it's"]
 
@@ -85,7 +85,7 @@ def test_a_script_has_what_was_asked_for(tmp_path: Path) -> None:
     text = script(asked, work(tmp_path / "a b"))
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives == [
-        *("--requeue", "--job-name=seed1-0a1b2c3d", "--output=slurm_job.log", "--open-mode=append"),
+        *("--requeue", "--job-name=seed1-0a1b2c3d", "--output=queue_job.log", "--open-mode=append"),
         *("--signal=TERM@120", "--nodes=1", "--ntasks=1", "--partition=low", "--gres=gpu:2", "--time=90"),
         *("--account=lab", "--cpus-per-task=4", "--mem=32G", *lines),
     ]
@@ -202,7 +202,7 @@ def test_a_name_is_one_that_squeue_shows() -> None:
 def test_what_sbatch_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, kind: type[Refused] | None, sentence: str
 ) -> None:
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n[ -f slurm_job.sh ] || exit 9\n{sbatch}\n")
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n[ -f queue_job.sh ] || exit 9\n{sbatch}\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "p").mkdir()

@@ -14,7 +14,9 @@ from lowvram.config.defaults import CONF
 from lowvram.launch.launcher import TOKEN, note_token
 from lowvram.runs.submission import Submission, device_in
 
-MADE = Submission("0a", "seed1-0a", "1" * 16, "seed1", 3, {"name": "seed1", "group": None}, "a card", "my_sweep")
+MADE = Submission(
+    "slurm", "0a", "seed1-0a", "1" * 16, "seed1", 3, {"name": "seed1", "group": None}, "a card", "my_sweep"
+)
 
 
 def test_a_record_is_read_back_and_names_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +37,7 @@ def test_a_record_is_read_back_and_names_its_job_alone(tmp_path: Path, monkeypat
 
 def test_a_record_that_was_damaged_is_none(tmp_path: Path) -> None:
     MADE.write(tmp_path)
-    path = tmp_path / "slurm_job.json"
+    path = tmp_path / "queue_job.json"
     text = path.read_text()
     for damaged in (text.replace("seed1", "seed2"), text[:-30], "[]", "", '{"token": "0a"}', "\xff"):
         path.write_text(damaged)

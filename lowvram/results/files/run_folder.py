@@ -28,9 +28,9 @@ LOGGED = (
     "tensorboard",
     "tensorboard/events.out.tfevents.*",
 )
-# Of a point that was submitted to a queue (launcher=slurm).
+# Of a point that was submitted to a queue (launcher=slurm, launcher=ray).
 JOB_RECORD, JOB_SCRIPT, JOB_LOG, JOB_LIVES = JOB_FILES = (
-    *("slurm_job.json", "slurm_job.sh", "slurm_job.log", "slurm_job.lives"),
+    *("queue_job.json", "queue_job.sh", "queue_job.log", "queue_job.lives"),
 )
 # Files to which the processes of a point append, as long as they have them open.
 APPENDED = ("events.jsonl", "metrics.jsonl", "native.log", "native.*.log")
