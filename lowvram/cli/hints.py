@@ -99,10 +99,11 @@ OPTIONS = {
     r"data=(.*[./].*)": r"type data=text data.path=\1, data=imagefolder data.path=\1 or data=hub data.name=\1",
     r"model=(.*[./].*)": r"type model=hf model.name=\1",
     r"model=(bert|roberta|distilbert|opt|llama|qwen|mistral|gemma|t5|vit).*": "type model=hf model.name=FOLDER_OR_NAME",
-    r"launcher=(joblib|submitit_\w+|ray)": r"it is one of Hydra's: type hydra/launcher=\1, or launcher=slurm",
+    r"launcher=(joblib|submitit_\w+)": r"it is one of Hydra's: type hydra/launcher=\1, or launcher=slurm",
     r"hydra/launcher=slurm": "it is one of lowvram's: type launcher=slurm",
+    r"hydra/launcher=ray": "type launcher=ray, which is lowvram's, or pip install hydra-ray-launcher",
     r"hydra/launcher=(joblib|submitit_\w+)": "it isn't installed here: pip install 'lowvram[launchers]'",
-    r"hydra/launcher=(ray|ray_aws|rq)": r"it isn't installed here: pip install hydra-\1-launcher",
+    r"hydra/launcher=(ray_aws|rq)": r"it isn't installed here: pip install hydra-\1-launcher",
     r"hydra/sweeper=(ax|nevergrad)": "it takes another job than lowvram's: type hydra/sweeper=optuna",
 }
 

@@ -45,7 +45,7 @@ TYPED = {
     "data=my/texts": "data=text data.path=my/texts",
     "model=openai/gpt": "type model=hf model.name=openai/gpt",
     "hydra/sweeper=ax": "type hydra/sweeper=optuna",
-    "hydra/launcher=ray": "it isn't installed here: pip install hydra-ray-launcher",
+    "hydra/launcher=ray": "type launcher=ray, which is lowvram's, or pip install hydra-ray-launcher",
     "hydra/launcher=joblib": "it isn't installed here: pip install 'lowvram[launchers]'",
     "hydra/launcher=nope": "must be one of basic",
     "precision=bf61": "did you mean bf16?",

@@ -256,7 +256,7 @@ def test_what_can_not_be_meant_is_refused(call: Call, tmp_path: Path, slurm: Slu
         ((*several, "launcher.partitoin=x"), "launcher.partitoin: launcher has no such key"),
         ((*several, "precision=bf17"), "precision=bf17: must be one of "),
         ((*TINY, "launcher=slurm", "optimizer.lr=-1"), "optimizer.lr=-1"),
-        ((*TINY, "launcher=pbs"), "launcher=pbs: must be one of local, slurm"),
+        ((*TINY, "launcher=pbs"), "launcher=pbs: must be one of local, ray, slurm"),
         ((*TINY, "launcher.partition=low"), "launcher.partition: launcher has no such key"),
         ((*TINY, "launcher=slurm", "launcher._target_=lowvram.tasks.Auto"), "launcher."),
         (
