@@ -180,8 +180,10 @@ class TwoLosses(nn.Module):
 
 def test_gradients_in_several_pieces_are_refused_with_ddp() -> None:
     """The first piece is on its way by the time that the second is added to it. fsdp sums both."""
-    for of_rank in on_ranks(refusals, [(OneBlock, "sharding=ddp"), (TwoLosses, "sharding=ddp")]):
-        for sentence, name in zip(of_rank, ["block.", "head."], strict=True):
+    cases = [(OneBlock, "sharding=ddp"), (TwoLosses, "sharding=ddp"), (OneBlock, "sharding=zero1")]
+    for of_rank in on_ranks(refusals, cases):
+        for sentence, (_, option), name in zip(of_rank, cases, ["block.", "head.", "block."], strict=True):
+            assert sentence.startswith(f"{option} sends each gradient")
             assert f"the one of {name}" in sentence
             assert "choose sharding=fsdp" in sentence
     check_as_one((OneBlock, "sharding=fsdp", ""), (TwoLosses, "sharding=fsdp", "accum=x2"))

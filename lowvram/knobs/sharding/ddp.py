@@ -45,6 +45,8 @@ class GradientSum:
         names: of the parameters, in the model's order.
     """
 
+    option = "ddp"  # for messages
+
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self.names, self.parameters, self.ranks = names, [*names], data_ranks()
         self.waiting_for = [*names]  # sent from the end: about the order in which autograd computes gradients
@@ -57,7 +59,7 @@ class GradientSum:
         rank has added to it since may be summed over the ranks, or not."""
         if parameter in self.sent:
             raise Incompatible(
-                "sharding=ddp sends each gradient as soon as a backward pass has computed it, and the one of"
+                f"sharding={self.option} sends each gradient as soon as a backward pass has computed it, and the one of"
                 f" {self.names[parameter]} comes in several pieces, as from reentrant checkpoints around a layer that"
                 " is called several times, and from a backward() in the forward pass: choose sharding=fsdp, or"
                 " checkpoint(..., use_reentrant=False)"

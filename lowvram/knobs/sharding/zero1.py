@@ -121,6 +121,8 @@ class OwnRows:
 class RowSum(GradientSum):
     """As `GradientSum`, but each rank gets the sums of its own rows alone, and no gradient stays whole."""
 
+    option = "zero1"
+
     def __init__(self, rows: OwnRows, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(names)
         self._rows = rows
