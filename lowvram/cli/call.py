@@ -137,7 +137,7 @@ class Call:
                 raise Refused("process=inline: must be child where a launcher starts the processes")
             if len(configs) > 1:
                 raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
-        asked = {"configs": [request_of(config)["config"] for config in configs], "lists_cards": self._jobs != ONE}
+        asked = {"configs": [request_of(config)["config"] for config in configs], "jobs": self._jobs}
         answer = self.here.server.ask("check", asked, StopConditions(None, stop_signals))
         if stop_signals():
             return

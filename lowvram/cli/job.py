@@ -174,7 +174,7 @@ class Job:
 
     def _check(self, point: Point) -> None:
         """Build the objects of a point in a child process. Raises Refused if something is wrong with them."""
-        asked = {"configs": [point.config], "lists_cards": False}
+        asked = {"configs": [point.config]}
         answer = self._here.server.ask("check", asked, StopConditions(None, stop_signals))
         if answer and answer["status"] != Status.OK:
             raise Refused(answer["reason"])

@@ -3,14 +3,15 @@ of a row, and may tell events before. `Runner.ask` takes its name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lowvram.config.errors import BadInput
-from lowvram.config.settings import check_batch_size, settings
+from lowvram.config.errors import BadInput, require
+from lowvram.config.settings import Settings, check_batch_size, settings
 from lowvram.core.device import choose_device, visible_cards
+from lowvram.core.fact import Fact
 from lowvram.fidelity.reference import reference_of
 from lowvram.loops.session import Events
 from lowvram.loops.setup import acting_allocator, check_cards, wanted_ranks
@@ -28,17 +29,36 @@ Fields = dict[str, Any]
 Point = Mapping[str, Any]  # see planning/client.py, `request_for`
 
 
-def check(events: Events, configs: list[dict[str, Any]], lists_cards: bool = False) -> Fields:
-    """Build the objects of some configurations, and list the cards that the first may take, if asked. Raises the first
-    mistake."""
-    for config in configs:
-        whole = settings(config)
+def check(events: Events, configs: list[dict[str, Any]], jobs: str = "1") -> Fields:
+    """Build the objects of some configurations, and list the cards that their points may take, if these are to run side
+    by side. Raises the first mistake.
+
+    Args:
+        jobs: what was typed: how many points run at the same time.
+    """
+    checked = list(map(settings, configs))
+    for whole in checked:
         whole.check_paths()
         ranks = whole.groups["sharding"].ranks
         num_ranks = 1 if ranks == "auto" else int(ranks)
         check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_ranks)
         user_metrics(whole.eval.metrics or (), torch.device("cpu"))
-    return {"status": "ok", "cards": visible_cards(configs[0]["device"]) if lists_cards else []}
+    return {"status": "ok", "cards": [] if jobs == "1" else cards_side_by_side(checked, jobs)}
+
+
+def cards_side_by_side(points: Sequence[Settings], jobs: str) -> list[str]:
+    """The cards for points that have one each, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
+
+    Raises:
+        BadInput: points want different devices, or several cards each.
+    """
+    devices = list(dict.fromkeys(point.root.device for point in points))
+    require(len(devices) == 1, "jobs", jobs, f"1 where points name different devices ({', '.join(devices)})")
+    cards = visible_cards(devices[0])
+    have_ranks = any(Fact.MANY_RANKS in point.groups["sharding"].needs() for point in points)
+    allowed = "1 where points have several ranks (sharding): side by side each has one card"
+    require(not (cards and have_ranks), "jobs", jobs, allowed)
+    return cards
 
 
 def plan(events: Events, points: list[Point]) -> Fields:
