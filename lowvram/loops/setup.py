@@ -97,7 +97,7 @@ def check_batch_warmup(settings: Settings, num_ranks: int) -> None:
     of_ranks = f", and at least {num_ranks}, the number of ranks" if num_ranks > 1 else ""
     allowed = f"at most {batch_size} (train.batch_size){of_ranks}"
     require(num_ranks <= start <= batch_size, "schedule.batch_start", start, allowed)
-    has_larger_parts = batch_size > num_ranks * settings.groups["accum"].parts
+    has_larger_parts = batch_size > num_ranks * settings.num_parts
     allowed = f"a multiple of {num_ranks}, the number of ranks, where each part of train.batch_size has one sample"
     require(start % num_ranks == 0 or has_larger_parts, "schedule.batch_start", start, allowed)
     allowed = "null with this option of loader, whose batches have one size: choose loader=inline or loader=workers"

@@ -136,14 +136,13 @@ class TraceScaler:
         self.check({**knobs, "accum": Parts(short.parts)})
         knobs = {name: knob for name, knob in knobs.items() if affects_trace(knob)}
         known = self.known[tuple(repr(knob) for knob in knobs.values()), short]
-        why_no_line = None
-        if known.traces and samples not in known.traces:
-            line = self.line(known, knobs, short, samples)
-            if isinstance(line, Line):
-                return ScaledTrace(with_parts(line.at(samples), split, samples), False)
-            why_no_line = line
-        traced = self.traced(known, knobs, short, samples)
-        return ScaledTrace(with_parts(traced, split, samples), split == short, why_no_line)
+        line = self.line(known, knobs, short, samples) if known.traces and samples not in known.traces else None
+        traced = line.at(samples) if isinstance(line, Line) else self.traced(known, knobs, short, samples)
+        if split.num_larger and split.omitted() and not has_parts(traced, short.parts):
+            direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
+            return ScaledTrace(direct, True, "parts of unequal size can't be told apart in its traces")
+        is_direct = split == short and not isinstance(line, Line)
+        return ScaledTrace(with_parts(traced, split, samples), is_direct, line if isinstance(line, str) else None)
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
@@ -279,6 +278,12 @@ def with_parts(trace: Trace, split: Split, samples: int) -> Trace:
             trace = with_losses(trace, starts[last - 1 - short.parts], end, num)
             end += num  # that many births come before it
     return trace
+
+
+def has_parts(trace: Trace, num_parts: int) -> bool:
+    """Whether each step has as many forward passes as parts: not where these follow one another without a backward
+    pass, or are made twice."""
+    return all(len(starts) == num_parts for starts, _ in steps_of(trace))
 
 
 def steps_of(trace: Trace) -> list[tuple[list[int], int]]:

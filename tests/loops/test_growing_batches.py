@@ -20,7 +20,7 @@ from lowvram.core.step import step
 from lowvram.data.bucketed import Bucketed
 from lowvram.data.loader import Inline
 from lowvram.data.packed import Packed
-from lowvram.knobs.accum import Parts, Whole, in_parts_of_largest
+from lowvram.knobs.accum import in_parts_of_largest
 from lowvram.loops.measure import Measure
 from lowvram.loops.schedule import BatchRule, Constant, Cosine, WarmupCosine
 from lowvram.loops.session import Interrupted, Session
@@ -30,7 +30,6 @@ from tests.loops.sessions import Told, session_in
 from tests.ranks import on_ranks
 
 MakeSession = Callable[..., Session]
-WHOLE = Whole()
 GROWING = Cosine(batch_start=2, batch_warmup_samples=24)
 COMMON: dict[str, Any] = {"schedule": GROWING, "batch_size": 8, "steps": 9}
 SIZES = [2, 2, 2, 2, 4, 4, 6, 6, 8, 8]
@@ -158,9 +157,10 @@ def test_epochs_are_counted_in_samples(make_session: MakeSession) -> None:
     assert sizes.before(steps - 1) < 2 * len(session.data.train) <= sizes.before(steps)
 
 
-def checked(start: int, loader: Any, num_ranks: int, accum: Parts | Whole = WHOLE) -> None:
-    groups = {"schedule": Constant(batch_start=start, batch_warmup_samples=64), "loader": loader, "accum": accum}
-    check_batch_warmup(SimpleNamespace(groups=groups, train=SimpleNamespace(batch_size=8)), num_ranks)  # pyright: ignore[reportArgumentType]
+def checked(start: int, loader: Any, num_ranks: int, num_parts: int = 1) -> None:
+    groups = {"schedule": Constant(batch_start=start, batch_warmup_samples=64), "loader": loader}
+    settings: Any = SimpleNamespace(groups=groups, train=SimpleNamespace(batch_size=8), num_parts=num_parts)
+    check_batch_warmup(settings, num_ranks)
 
 
 def test_what_can_not_grow_says_so() -> None:
@@ -172,7 +172,7 @@ def test_what_can_not_grow_says_so() -> None:
     with pytest.raises(
         BadInput, match=r"^schedule\.batch_start=3: must be a multiple of 2, the number of ranks, where"
     ):
-        checked(3, Inline(), 2, Parts(4))
+        checked(3, Inline(), 2, 4)
     for loader in (Bucketed(), Packed()):
         with pytest.raises(BadInput, match=r"^schedule\.batch_start=2: must be null with this option of loader"):
             checked(2, loader, 1)

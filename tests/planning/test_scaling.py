@@ -156,6 +156,13 @@ def test_parts_of_unequal_size_are_planned_for_the_rank_with_the_most_samples(
     assert traffic(scaled, device) == traffic(wanted, device)
 
 
+@pytest.mark.slow
+def test_parts_of_unequal_size_whose_passes_follow_one_another_are_traced_for_themselves() -> None:
+    knobs = without_accum(stepping="zeroth_order", optimizer="sgd")
+    scaled = TraceScaler(PROBLEMS["transformer"], H100).trace(knobs, 7, 24)
+    assert scaled.trace.sums() == traced(PROBLEMS["transformer"], knobs, 7, 24).sums()
+
+
 def test_many_prices_take_no_more_traces_than_two(num_traced: Callable[[], int]) -> None:
     """Of one number of parts: one of the first size, one of the other end of a line."""
     scaler, knobs = TraceScaler(PROBLEMS["resnet"], H100), without_accum()
