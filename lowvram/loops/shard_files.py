@@ -98,7 +98,8 @@ def write_shards(folder: Path, shards: Mapping[str, DTensor], rank: int) -> dict
     if not own:
         return {}
     below = folder / f"rank_{rank:05d}"
-    below.mkdir(parents=True)  # the folder that the first rank has made may be seen late on a network's file system
+    is_there_in_time(folder.is_dir, [folder.parent])
+    below.mkdir()  # an error where this rank doesn't see what the first has made, rather than files that nobody finds
     writer = HuggingFaceStorageWriter(str(below), split_into_files(own), save_distributed=True)
     with alone(), naming(below):
         save(dict(own), storage_writer=writer, planner=OwnPlanner(), no_dist=True)

@@ -280,6 +280,7 @@ def save_on_a_disk_of_its_own(folder: Path) -> str:
     write, elsewhere = shard_files.write_shards, folder.with_name("another_disk")
 
     def write_elsewhere(folder: Path, *args: Any) -> dict[str, str]:
+        elsewhere.mkdir(exist_ok=True)
         return write(folder if all_ranks().is_first else elsewhere, *args)
 
     with patch.object(snapshot, "write_shards", write_elsewhere):
@@ -288,6 +289,20 @@ def save_on_a_disk_of_its_own(folder: Path) -> str:
         except OSError as error:
             return str(error)
     return "saved"
+
+
+def write_where_nothing_is(folder: Path) -> str:
+    try:
+        shard_files.write_shards(folder, shard_files.apart(state_of(1)).shards, all_ranks().rank)
+    except OSError as error:
+        return type(error).__name__
+    return "written"
+
+
+@pytest.mark.medium
+def test_a_rank_that_does_not_see_the_folder_makes_no_other(tmp_path: Path) -> None:
+    assert on_ranks(write_where_nothing_is, tmp_path / "snapshots" / "step") == ["FileNotFoundError"] * 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.medium
