@@ -75,7 +75,7 @@ def fake_ray() -> Iterator[FakeRay]:
 
         do_GET = do_POST = respond
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.address = f"http://127.0.0.1:{server.server_port}"

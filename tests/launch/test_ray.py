@@ -220,9 +220,9 @@ def test_jobs_that_have_ended_are_left_out(there: FakeRay) -> None:
 
 
 def test_how_a_job_ended_is_one_line(there: FakeRay) -> None:
-    log = "Job entrypoint command failed with exit code 137, last available logs (truncated to 20,000 chars):\nhello\n"
+    log = "Job entrypoint command failed with exit code -9, last available logs (truncated to 20,000 chars):\nhello\n"
     there.jobs = {NAME: {"submission_id": NAME, "status": "FAILED", "message": log}}
-    assert ray().how_ended(NAME) == "FAILED: Job entrypoint command failed with exit code 137"
+    assert ray().how_ended(NAME) == "FAILED: Job entrypoint command failed with exit code -9"
     assert ray().how_ended("gone") == ""
     assert ray(address="http://127.0.0.1:1").how_ended(NAME) == ""
 
