@@ -247,10 +247,11 @@ def test_accumulation_that_changes_what_is_learnt(lie: Any) -> None:
 
 
 def test_accumulation_that_changes_what_is_learnt_in_the_row(call: Call) -> None:
-    """And one that would need another batch is refused."""
+    """And one that would need a larger batch is refused."""
     row = call(*TINY, *SHORT, "measure.fidelity=true", "measure.fidelity_steps=1", "accum=x2", "name=Forgetful").row
     assert row["fidelity"]["gradient_error"] > 0.5
-    assert "4 = 1 x 3 + 1" in call(*TINY, *SHORT, "accum=x2", "accum.parts=3").sentence
+    refused = call(*TINY, *SHORT, "accum=x2", "accum.parts=5").sentence
+    assert refused.startswith("train.batch_size=4: must be at least accum.parts=5, a sample for each part")
 
 
 # A stale row shown as new.

@@ -18,9 +18,9 @@ Call = Callable[..., Outcome]
 Start = Callable[..., Running]
 Tree = dict[str, tuple[int, int, bytes]]
 REFUSED = {
-    "train.batch_size=3 accum=x4": "train.batch_size=3: must be a multiple",
+    "train.batch_size=3 accum=x4": "train.batch_size=3: must be at least",
     "precision=fp8": "precision=fp8 needs",
-    "mode=plan train.batch_size=3 accum=x4": "train.batch_size=3: must be a multiple",
+    "mode=plan train.batch_size=3 accum=x4": "train.batch_size=3: must be at least",
     "precision=fp61": "precision=fp61: must be one of",
     "optimizer.lr=nan": "optimizer.lr=nan: must be",
     "data=text data.path=/nope": "data.path='/nope': must be an existing file",

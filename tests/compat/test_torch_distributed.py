@@ -172,3 +172,33 @@ def test_a_gradient_that_other_ranks_have_is_made() -> None:
         module(torch.ones(1, 3)).sum().backward()
         assert asked == [[True, False]]
         assert module.unused.weight.grad.to_local().tolist() == [[0.0] * 3] * 2
+
+
+class Either(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) if x[0, 0] > 0 else self.unused(x)
+
+
+@needed(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output",
+    by="sharding=fsdp with sharding.replicate and accum",
+)
+def test_a_sum_of_parts_has_room_for_what_later_parts_use() -> None:
+    """What one part has used counts in those that follow it, and `make_room` puts zeros for it into the sum so far."""
+    from lowvram.compat.torch_distributed import before_reductions, pretend_ranks
+
+    asked: list[list[bool]] = []
+
+    def agreed(own: list[bool]) -> list[bool]:
+        asked.append(own)
+        return own
+
+    with group_left():
+        pretend_ranks(4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        module: Any = fully_shard(Either(), mesh=mesh)
+        before_reductions(module, agreed)
+        for sign, is_last in ((1.0, False), (-1.0, False), (1.0, True), (-1.0, True)):
+            module.set_requires_all_reduce(is_last)
+            module(torch.full((1, 3), sign)).sum().backward()
+        assert asked == [[True, False], [True, True], [True, True], [False, True]]

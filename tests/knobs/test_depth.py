@@ -199,7 +199,7 @@ def test_what_is_added_is_scaled(problem: Problem) -> None:
 
 def test_the_share_that_is_left_out_grows_with_depth() -> None:
     draws = Draws(two_branches(3), 0.5, seed=0)
-    draws.num_samples = 2000
+    draws.num_samples = draws.num_in_batch = 2000
     factors = draws.factors(2000, CPU)
     shares = (factors == 0).float().mean((1, 2)).tolist()
     assert shares == pytest.approx([0, 0.25, 0.5], abs=0.03)
