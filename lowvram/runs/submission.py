@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, final
@@ -16,7 +17,7 @@ from typing import Self, final
 from lowvram.launch.launcher import own_token
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.regular import SHORT_BYTES, read_regular
-from lowvram.results.files.run_folder import JOB_RECORD
+from lowvram.results.files.run_folder import EARLIER_JOB_FILES, JOB_RECORD
 from lowvram.results.files.sealed import opened, sealed
 
 
@@ -49,10 +50,10 @@ class Submission:
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """That of the point in a folder; None if there is none, or it can't be read."""
-        try:
-            return cls(**json.loads(opened(read_regular(folder / JOB_RECORD, SHORT_BYTES).decode())))
-        except (OSError, ValueError, TypeError):
-            return None
+        for name, more in ((JOB_RECORD, {}), (EARLIER_JOB_FILES[0], {"queue": "slurm"})):
+            with suppress(OSError, ValueError, TypeError):
+                return cls(**more, **json.loads(opened(read_regular(folder / name, SHORT_BYTES).decode())))
+        return None
 
     @classmethod
     def of_this_job(cls, folder: Path) -> Self | None:
@@ -66,5 +67,5 @@ class Submission:
 
 def device_in(sweep: Path) -> str | None:
     """The device that the ids of a sweep's points name, if some were handed to a queue."""
-    found = (Submission.read(path.parent) for path in sorted(sweep.glob(f"*/{JOB_RECORD}")))
+    found = (Submission.read(path.parent) for path in sorted(sweep.glob("*/*_job.json")))
     return next((each.device for each in found if each is not None), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from lowvram.config import identity
 from lowvram.config.defaults import CONF
 from lowvram.launch.launcher import TOKEN, note_token
+from lowvram.results.files.sealed import sealed
 from lowvram.runs.submission import Submission, device_in
 
 MADE = Submission(
@@ -59,3 +61,13 @@ def test_ids_name_the_device_of_the_machine_that_submitted(monkeypatch: pytest.M
         assert identity.point_id(_root_=here) == before
     finally:
         identity.name_device(None)
+
+
+def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
+    """Which knew no queue but Slurm, and called its files after it."""
+    slurm = replace(MADE, queue="slurm")
+    fields = {name: value for name, value in asdict(slurm).items() if name != "queue"}
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "slurm_job.json").write_text(sealed(json.dumps(fields, indent=1), "\n "))
+    assert Submission.read(tmp_path / "p") == slurm
+    assert device_in(tmp_path) == MADE.device

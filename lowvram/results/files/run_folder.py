@@ -32,6 +32,7 @@ LOGGED = (
 JOB_RECORD, JOB_SCRIPT, JOB_LOG, JOB_LIVES = JOB_FILES = (
     *("queue_job.json", "queue_job.sh", "queue_job.log", "queue_job.lives"),
 )
+EARLIER_JOB_FILES = ("slurm_job.json", "slurm_job.sh", "slurm_job.log", "slurm_job.lives")  # of the first version
 # Files to which the processes of a point append, as long as they have them open.
 APPENDED = ("events.jsonl", "metrics.jsonl", "native.log", "native.*.log")
 LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED, *JOB_FILES)  # patterns
@@ -72,6 +73,7 @@ NAMES = {
         "snapshot.pickle",
         "snapshot.html",
         *JOB_FILES,
+        *EARLIER_JOB_FILES,
     ),
     Kind.SWEEP: (*SHARED, "multirun.yaml", "references"),
 }
