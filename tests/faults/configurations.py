@@ -118,7 +118,9 @@ def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
 
 
 def without_groups_of(mistake: tuple[str, ...], words: Sequence[str]) -> list[str]:
-    """Without options that know the key of a mistake: ckpt=every1 has the `every` that ckpt=none hasn't."""
+    """Without options that know the key of a mistake: ckpt=every1 has the `every` that ckpt=none hasn't. Nor with a
+    time limit, which may be up before a mistake is found."""
+    words = [word for word in words if not word.startswith("timeout_s=")]
     known = {word.partition(".")[0] for word in mistake} & set(groups())
     return [word for word in words if word.partition("=")[0].partition(".")[0] not in known]
 
