@@ -75,9 +75,14 @@ def read_lines(path: Path, most: int | None = None) -> Lines:
         OSError: the file exists but can't be read.
     """
     try:
-        *lines, half = read_regular(path, LARGEST_BYTES).split(b"\n")
+        return lines_of(read_regular(path, LARGEST_BYTES), most)
     except (FileNotFoundError, NotADirectoryError):
         return Lines([], 0)
+
+
+def lines_of(data: bytes, most: int | None = None) -> Lines:
+    """As `read_lines`, of what is in the file."""
+    *lines, half = data.split(b"\n")
     lines = [line for line in lines if line.strip()]
     if parsed(list(bodies([half]))):  # whole: an editor removed the last new line
         lines.append(half)

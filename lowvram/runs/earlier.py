@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import final
 
@@ -51,6 +52,18 @@ class EarlierLife:
             return False
         is_result = rows.is_final(row) and row["status"] != Status.INCOMPATIBLE
         return rows.is_final(self.row) or not is_result
+
+    def what_is_missing(self) -> str | None:
+        """What the metrics have lost that only the row knows: the last evaluation is made after the last snapshot."""
+        loss = self.row["loss"]["eval"] if self.row is not None and self.row["status"] == Status.OK else None
+        if loss is None:
+            return None
+        found = metric_lines.lines_of(self.files[metric_lines.FILE_NAME] or b"").rows
+        evaluations = (row["loss/eval"] for row in found if row.get("loss/eval") is not None)
+        if any(isclose(one, loss, rel_tol=1e-6) for one in evaluations):
+            return None
+        path = self.folder / metric_lines.FILE_NAME
+        return f"warning: {path}: the line of its last evaluation is missing: loss/eval={loss:.6g} in {rows.FILE_NAME}"
 
     def put_back(self) -> None:
         """Undo what the run that went on has changed."""

@@ -148,6 +148,8 @@ class Recording:
     ) -> None:
         if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
+        if self._earlier is not None and not self._is_logged and (missing := self._earlier.what_is_missing()):
+            self.progress.say(missing)
         self._begin_logging(step, pid)
         self.callbacks.begin(without_secrets(self.point.config), step)
         for row in untold:
