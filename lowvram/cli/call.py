@@ -17,7 +17,6 @@ from lowvram.cli import job, launchers
 from lowvram.cli.errors import unforeseen
 from lowvram.cli.here import Here, joined
 from lowvram.cli.job import Ending, Job
-from lowvram.cli.side_by_side import ONE, Slots, slots_for
 from lowvram.cli.submit import launcher_of
 from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import container
@@ -25,6 +24,7 @@ from lowvram.config.errors import Refused, require
 from lowvram.config.identity import device_name, name_device
 from lowvram.config.settings import is_inline
 from lowvram.launch.launcher import Queue
+from lowvram.launch.pool import ONE, Slots, slots_for
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
 from lowvram.results import row as rows

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 from lowvram.cli.errors import sentence, unforeseen
 from lowvram.cli.here import Here
 from lowvram.cli.objective import Objective
+from lowvram.cli.probes import side_by_side, slots_of
 from lowvram.cli.submit import Place, Submitter, check_launcher, launcher_of
 from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
@@ -29,6 +31,7 @@ from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.launcher import Local, Unsure, own_token
+from lowvram.launch.pool import AUTO, ONE
 from lowvram.launch.spec import Point
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.launch.torchrun import Launch, launch_from
@@ -119,6 +122,10 @@ class Job:
             self._check(point)
             with kept_if_unsure():
                 return self._submitted(ending, point, submitter)
+        if point.config["jobs"] not in (AUTO, ONE) and not is_search(point.choices):
+            self._here.progress.say(
+                f"jobs={point.config['jobs']}: this is one point, which runs alone; -m runs several"
+            )
         if Submission.of_this_job(point.folder) is None:
             return ended(ending, *run_in_folder(point, claim, self._row_of))
         earlier = rows.read(point.folder)
@@ -190,7 +197,9 @@ class Job:
             if point.launch is not None:
                 raise Refused("mode=search under torchrun: search without it, on one device")
             words = container(HydraConfig.get().overrides.task, resolve=False)
-            return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
+            slots = slots_of(point, here)
+            beside = partial(side_by_side, point, slots, here) if len(slots) > 1 else None
+            return Searches(here.server, here.progress, stop_signals, here.plans.again, beside).row(point, words), None
         if is_transform(point.choices):  # no step of training, of which there could be a plan
             return run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
         point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))

@@ -47,6 +47,13 @@ def jobs_elsewhere(config: DictConfig) -> Iterator[None]:
     """Inside the block, the processes that a launcher starts get this call's environment and its signals."""
     with read_write(config.hydra.overrides.hydra):  # each process composes for itself, with another time of day
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_quoted(config.hydra.sweep.dir)}")
+    with calls_elsewhere():
+        yield
+
+
+@contextmanager
+def calls_elsewhere() -> Iterator[None]:
+    """As `jobs_elsewhere`, for processes that compose nothing."""
     with TemporaryDirectory(prefix="lowvram-call-") as folder:
         stops = Path(folder) / "stops"
         stops.touch()

@@ -6,7 +6,8 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, final
 
@@ -29,6 +30,7 @@ from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.runs.run import run_point
 from lowvram.search import result
+from lowvram.search.measuring import Measured, OneByOne, Probes
 
 MODE = "search"  # conf/mode/search.yaml
 FIRST_SEARCHED = 2  # the plan from which on progress is shown: after the first, the search may still be refused
@@ -55,6 +57,7 @@ class Searches:
     progress: Progress
     stop_signals: Callable[[], int]
     plan_again: Callable[[Point], Point]
+    beside: Callable[[], AbstractContextManager[Probes]] | None = None  # runs probes side by side
 
     def row(self, point: Point, words: Sequence[str]) -> Row | None:
         """Search, and write the rows of the measured candidates below the point's folder.
@@ -138,21 +141,11 @@ class Searches:
         return row
 
     def measure(self, probes: Iterable[Point], num_wanted: int, ends: float) -> list[Row]:
-        """Run candidates one after another until `num_wanted` of them have fitted, or the search's time is up."""
-        measured: list[Row] = []
-        for probe in probes:
-            num_fitting = sum(row["status"] == Status.OK for row in measured)
-            left_s = ends - time.monotonic()
-            if num_fitting == num_wanted or self.stop_signals() or left_s <= 0:
-                break
-            earlier = rows.read(probe.folder)
-            probe.folder.mkdir(parents=True, exist_ok=True)
-            is_known = earlier is not None and rows.is_final(earlier)
-            row = earlier if is_known else self.run(within(probe, left_s))
-            assert row is not None
-            measured.append(row)
-            self.progress.say(": ".join(filter(None, [probe.name, row["status"], row["reason"]])))
-        return measured
+        """Run candidates until `num_wanted` of them have fitted, or the search's time is up."""
+        measured = Measured(num_wanted, ends, self.stop_signals, self.progress.say)
+        with self.beside() if self.beside else nullcontext(OneByOne(self.run)) as running:
+            measured.measure(probes, running)
+        return measured.rows
 
     def run(self, probe: Point) -> Row:
         return run_point(probe, self.server, self.progress, self.stop_signals, self.plan_again)
@@ -162,12 +155,6 @@ def deadline(point: Point) -> float:
     """When the whole search ends, by time.monotonic(); infinity if it has no limit."""
     seconds = point.config["search"]["max_seconds"]
     return math.inf if seconds is None else time.monotonic() + seconds
-
-
-def within(probe: Point, left_s: float) -> Point:
-    """The probe, with no more time than the search has left."""
-    limit = probe.config["timeout_s"] or math.inf
-    return probe if limit <= left_s else replace(probe, config={**probe.config, "timeout_s": left_s})
 
 
 def too_late(point: Point) -> dict[str, Any]:

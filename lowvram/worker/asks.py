@@ -21,7 +21,7 @@ from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate as measure_rates
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
-from lowvram.results.row import Status
+from lowvram.results.row import GIB, Status
 from lowvram.search.worker import PlanCache
 from lowvram.search.worker import search as find_candidates
 
@@ -59,6 +59,20 @@ def cards_side_by_side(points: Sequence[Settings], jobs: str) -> list[str]:
     allowed = "1 where points have several ranks (sharding): side by side each has one card"
     require(not (cards and have_ranks), "jobs", jobs, allowed)
     return cards
+
+
+def probe_cards(events: Events, config: dict[str, Any], jobs: str) -> Fields:
+    """The cards that the probes of a search may take, if these are to run side by side, and how the cards differ.
+
+    Args:
+        jobs: what was typed.
+    """
+    cards = cards_side_by_side([settings(config)], jobs)
+    kinds = {
+        f"{card.name} of {card.total_memory / GIB:.1f} GiB"
+        for card in map(torch.cuda.get_device_properties, range(len(cards)))
+    }
+    return {"status": "ok", "cards": cards, "kinds": sorted(kinds)}
 
 
 def plan(events: Events, points: list[Point]) -> Fields:
@@ -126,5 +140,5 @@ def reference(events: Events, config: dict[str, Any], choices: dict[str, str]) -
 
 
 ASKS: Mapping[str, Callable[..., Fields]] = {
-    asked.__name__: asked for asked in (check, plan, calibrate, search, ranks, reference)
+    asked.__name__: asked for asked in (check, probe_cards, plan, calibrate, search, ranks, reference)
 }

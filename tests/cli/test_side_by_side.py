@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hydra import initialize_config_dir
@@ -19,9 +18,10 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from lowvram.cli import side_by_side
-from lowvram.cli.side_by_side import SideBySide, Slots, slots_for
+from lowvram.cli.side_by_side import SideBySide
 from lowvram.config.errors import BadInput
+from lowvram.launch import pool
+from lowvram.launch.pool import Slots, slots_for
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
 from tests.tiers import first_of
 
@@ -92,10 +92,9 @@ def test_another_process_takes_the_next_point(monkeypatch: pytest.MonkeyPatch, t
 def test_a_process_whose_program_has_died_meanwhile_begins_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.send((0, ["number=0"]))
-    monkeypatch.setattr(side_by_side, "stop_with_parent", lambda: None)
+    monkeypatch.setattr(pool, "stop_with_parent", lambda: None)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1))
-    nothing: Any = None
-    side_by_side.work(theirs, {}, nothing, None, 1)
+    pool.work(theirs, lambda work, held: None, pool.Held(()), None, 1)
     assert theirs.poll()
     assert not ours.poll()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import pytest
 
 from lowvram.launch.spec import Point
 from lowvram.results.row import Row, empty_row, merge
-from lowvram.search.client import Searches, deadline, within
+from lowvram.search.client import Searches, deadline
+from lowvram.search.measuring import Measured, within
 from tests.calls import TINY, Outcome
 
 
@@ -53,3 +55,39 @@ def test_a_search_that_is_over_before_it_has_measured(call: Callable[..., Outcom
     done = call(*TINY, "mode=search", "search.max_seconds=0.01", "hydra.run.dir=s")
     assert done.code == 1, done.said()
     assert "timeout: nothing was measured within search.max_seconds=0.01" in done.out
+
+
+class ManyAtOnce:
+    """Runs as many probes at once as it has devices; each ends when all that run have been looked at."""
+
+    def __init__(self, num: int, statuses: Mapping[int, str]) -> None:
+        self._num, self._statuses = num, statuses
+        self.running, self.together = list[Point](), list[list[int]]()
+
+    @property
+    def num_idle(self) -> int:
+        return self._num - len(self.running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def give(self, work: Point) -> None:
+        self.running.append(work)
+
+    def ended(self) -> list[tuple[Point, Row]]:
+        self.together.append([probe.index for probe in self.running])
+        probe = self.running.pop()  # the one that began last is the first to end
+        return [(probe, merge(empty_row(), {"index": probe.index, "status": self._statuses.get(probe.index, "ok")}))]
+
+
+@pytest.mark.parametrize("statuses", [{}, {0: "oom"}, {1: "oom", 2: "error"}, dict.fromkeys(range(9), "oom")])
+def test_side_by_side_the_same_candidates_run_as_one_after_another(tmp_path: Path, statuses: dict[int, str]) -> None:
+    probes = [replace(point(tmp_path), index=number, folder=tmp_path / str(number)) for number in range(9)]
+    found = list[list[int]]()
+    for num in (1, 2, 4):
+        measured, running = Measured(3, math.inf, lambda: 0, lambda _: None), ManyAtOnce(num, statuses)
+        measured.measure(probes, running)
+        found.append([row["index"] for row in measured.rows])
+        assert max(map(len, running.together)) == min(num, 3)
+    assert found[1:] == found[:1] * 2
