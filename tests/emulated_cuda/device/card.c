@@ -40,13 +40,20 @@ const char *emu_card_name(void) { return chosen()->name; }
 int emu_card_capability(void) { return chosen()->capability; }
 size_t emu_card_bytes(void) { return emu_setting_bytes("EMULATED_BYTES", chosen()->num_bytes); }
 
+int emu_all_cards(void) { return (int)emu_setting("EMULATED_DEVICES", 1); }
+
+/* As CUDA does it: the first entry that names no card ends the list. */
 int emu_num_cards(void) {
-  long number = emu_setting("EMULATED_DEVICES", 1), visible = 0;
   const char *list = getenv("CUDA_VISIBLE_DEVICES");
-  if (!list) return (int)number;
-  if (!*list || *list == '-') return 0;
-  for (visible = 1; *list; list++) visible += *list == ',';
-  return (int)(visible < number ? visible : number);
+  int visible = 0;
+  if (!list) return emu_all_cards();
+  while (*list && *list != '-' && visible < emu_all_cards()) {
+    if (*list >= '0' && *list <= '9' && atoi(list) >= emu_all_cards()) break;
+    visible++;
+    list += strcspn(list, ",");
+    list += *list == ',';
+  }
+  return visible;
 }
 
 static __thread int current;

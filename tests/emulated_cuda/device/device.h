@@ -15,7 +15,8 @@ void emu_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *emu_card_name(void);
 int emu_card_capability(void); /* 86 is compute capability 8.6 */
 size_t emu_card_bytes(void);
-int emu_num_cards(void);
+int emu_all_cards(void);
+int emu_num_cards(void); /* of them, those that CUDA_VISIBLE_DEVICES shows */
 int emu_card_attribute(int attribute); /* cudaDeviceAttr and CUdevice_attribute have the same numbers */
 int emu_current_card(void);            /* of the calling thread */
 void emu_use_card(int card);

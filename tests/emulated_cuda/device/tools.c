@@ -30,7 +30,7 @@ SAYS(nvmlErrorString, "Success")
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { snprintf(text, length, "emulated"); return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return 0; }
-int nvmlDeviceGetCount_v2(unsigned *number) { *number = emu_num_cards(); return 0; }
+int nvmlDeviceGetCount_v2(unsigned *number) { *number = emu_all_cards(); return 0; } /* CUDA_VISIBLE_DEVICES hides none */
 int nvmlDeviceGetHandleByIndex_v2(unsigned card, any *handle) { *handle = (any)(uintptr_t)(card + 1); return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, any *handle) { *handle = (any)1; return 0; }
 int nvmlDeviceGetHandleByUUID(const char *id, any *handle) { *handle = (any)1; return 0; }
