@@ -122,10 +122,8 @@ class Job:
             self._check(point)
             with kept_if_unsure():
                 return self._submitted(ending, point, submitter)
-        if point.config["jobs"] not in (AUTO, ONE) and not is_search(point.choices):
-            self._here.progress.say(
-                f"jobs={point.config['jobs']}: this is one point, which runs alone; -m runs several"
-            )
+        if (jobs := str(point.config["jobs"])) not in (AUTO, ONE) and not is_search(point.choices):
+            self._here.progress.say(f"jobs={jobs}: this is one point, which runs alone; -m runs several")
         if Submission.of_this_job(point.folder) is None:
             return ended(ending, *run_in_folder(point, claim, self._row_of))
         earlier = rows.read(point.folder)

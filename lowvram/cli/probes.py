@@ -31,7 +31,7 @@ def slots_of(search: Point, here: Here) -> Slots:
     Raises:
         Refused: `jobs` can't be had.
     """
-    jobs = search.config["jobs"]
+    jobs = str(search.config["jobs"])
     if jobs == ONE or CALL in os.environ:
         return [None]
     config = {name: search.config[name] for name in CHILDS_OWN}

@@ -26,6 +26,7 @@ def test_a_number_of_jobs_says_nothing_of_a_single_run(call: Call) -> None:
     told = "jobs=2: this is one point, which runs alone; -m runs several"
     assert told in call(*TINY, "mode=plan", "jobs=2").out
     assert "jobs=" not in call(*TINY, "mode=plan", "jobs=auto").out
+    assert "jobs=" not in call(*TINY, "mode=plan").out
 
 
 @pytest.mark.slow
