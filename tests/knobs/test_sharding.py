@@ -249,6 +249,16 @@ def test_with_zero1_a_rank_holds_the_state_of_its_rows_alone() -> None:
         assert peak.by_kind_max[Kind.GRADIENTS] < 0.8 * alone.by_kind_max[Kind.GRADIENTS]
 
 
+def test_what_zero1_has_sent_and_received_is_freed() -> None:
+    """But for what is on its way, three gradients and their rows at most, whatever the number of parts."""
+    parts: dict[str, str | Knob] = {"accum": "x8"}
+    (alone, weights), *_ = on_ranks(measured, {**parts, "sharding": "ddp"})
+    for peak, _ in on_ranks(measured, {**parts, "sharding": "zero1"}):
+        more = peak.by_kind_max[Kind.ACTIVATIONS] - alone.by_kind_max[Kind.ACTIVATIONS]
+        kept = weights["shards"] / 2  # its rows of all gradients
+        assert more < kept + weights["block"]
+
+
 def bytes_held(option: str) -> tuple[int, int]:
     """Of weights, and of the optimizer's state after a step; without what the allocator adds to small tensors."""
     rig = assemble(DEEP, knobs_of(sharding=option), CPU)

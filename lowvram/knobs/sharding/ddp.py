@@ -52,7 +52,8 @@ class GradientSum:
         self.waiting_for = [*names]  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.unused: set[Tensor] = set()
-        self.sent: dict[Tensor, dist.Work] = {}
+        self.sent: set[Tensor] = set()
+        self.works: list[dist.Work] = []  # each keeps its tensors, in gloo also after it has ended
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Send this gradient, and those that have waited for it. Raises Incompatible if it has been sent: what this
@@ -77,14 +78,15 @@ class GradientSum:
         flat = gradient.as_strided((gradient.numel(),), (1,))
         work = dist.all_reduce(flat, group=self.ranks.group, async_op=True)
         assert work is not None
-        self.sent[parameter] = work
+        self.sent.add(parameter)
+        self.works.append(work)
 
     def finish(self) -> None:
         """Send the gradients that only earlier parts have computed. Then wait for all: on CUDA the device waits, on a
         CPU this process."""
         while self.waiting_for:
             self.send(self.waiting_for.pop())
-        for work in self.sent.values():
+        for work in self.works:
             work.wait()
         self.forget_unused()
 

@@ -142,7 +142,7 @@ class RowSum(GradientSum):
         parameter.grad = None
         rows = whole.new_empty(num, *whole.shape[1:])
         work = reduce_scatter(rows, whole, self._rows.group)
-        self.sent[parameter] = work
+        self.sent.add(parameter)
         self._in_flight.append((parameter, rows, whole, work))
         while len(self._in_flight) > MOST_IN_FLIGHT:
             self._take()
