@@ -4,7 +4,9 @@ its shards are large (`shard_files`), with a hash in its name, and written atomi
 from __future__ import annotations
 
 import errno
+import itertools
 import math
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -237,7 +239,8 @@ def put_aside(paths: dict[Path, str]) -> None:
         paths: each with what is wrong with it.
     """
     for path, wrong in paths.items():
-        aside = path.with_suffix(".damaged")
+        names = (path.with_suffix(f".damaged{number}") for number in itertools.chain([""], itertools.count(2)))
+        aside = next(name for name in names if not os.path.lexists(name))  # one of that name may have been put aside
         path.rename(aside)
         print(f"{path} is {wrong}, now {aside.name}: going back to the one before")
 

@@ -121,6 +121,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(
     folder = tmp_path / "snapshots"
     first, second = saved(folder, 1), saved(folder, 2)
     shutil.copy(first / "state.pt", folder / "other.pt")
+    shutil.copytree(second, second.with_suffix(".damaged"))  # of an earlier time
     DAMAGE[damage](second)
     assert not is_sound(second)
     assert_holds(loaded(folder), 1)
@@ -128,6 +129,8 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(
     assert f"{second} is damaged" in said
     assert f"continuing from {first}" in said
     assert second.with_suffix(".damaged").is_dir()
+    assert f"now {second.stem}.damaged2: " in said
+    assert second.with_suffix(".damaged2").is_dir()
 
 
 def test_what_is_not_ours_in_a_snapshot_stays(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
 from lowvram.config.version import __version__
 from lowvram.results.files.durable import made_folders, remove_empty, remove_files, remove_leftovers, write_bytes
-from lowvram.results.files.lease import LEASE
+from lowvram.results.files.lease import LEASE, found_at
 from lowvram.results.files.links import is_plain, strange_in
 from lowvram.results.files.marker import MARKER, Owner, owner_of, read_marker
 from lowvram.results.files.regular import read_regular
@@ -135,6 +135,7 @@ class Claim:
     def _take_lease(self, watch: Watch, on_lost: Lost) -> None:
         """Take the folder also from programs on other machines. If one of them is taken for dead, what it has open
         there gets new files: it may come back, and what it then appends mustn't be this run's."""
+        self._check_lease()
         self.lease = lease = OwnLease(self.folder, on_lost)
         try:
             lease.take(watch)
@@ -145,6 +146,18 @@ class Claim:
         for path in (path for name in APPENDED for path in self.folder.glob(name)) if lease.may_come_back else ():
             if is_plain(path):
                 write_bytes(path, read_regular(path))
+
+    def _check_lease(self) -> None:
+        """Raise BadInput if a file with the lease's name is none, nor one that its maker was about to write."""
+        for _ in range(NUM_TRIES):  # another machine may be writing it
+            found = found_at(self.folder / LEASE)
+            if found is None or found.lease is not None or not found.mark[0].strip(b"\0 \n"):
+                return
+            time.sleep(TRY_S)
+        allowed = (
+            f"a folder whose {LEASE} can be read: it is damaged or somebody else's; remove it if nothing runs there"
+        )
+        raise BadInput(self._key, str(self.folder), allowed)
 
     def _open(self) -> int:
         """Open the marker and lock it."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lowvram.config.errors import BadInput
 from lowvram.results.files import lease, renewal
 from lowvram.results.files.claim import Claim, Held
 from lowvram.results.files.durable import remove_leftovers, unfinished_name, write_text
@@ -281,8 +282,16 @@ def test_where_no_thread_can_be_started_there_is_no_lease(tmp_path: Path, monkey
     claim.release()
 
 
-@pytest.mark.parametrize("left", ["", "{}", "mine", '{"token": 3}'])
-def test_what_is_no_lease_is_watched_before_it_is_replaced(tmp_path: Path, on: On, left: str) -> None:
+@pytest.mark.parametrize("left", ["{}", "mine", '{"token": 3}'])
+def test_a_strangers_file_is_no_lease_and_stays(tmp_path: Path, left: str) -> None:
+    (tmp_path / LEASE).write_text(left)
+    with pytest.raises(BadInput, match=f"a folder whose {LEASE} can be read: it is damaged or somebody else's"):
+        taken(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {LEASE: left}
+
+
+@pytest.mark.parametrize("left", ["", "\0" * 1024])
+def test_what_is_no_lease_yet_is_watched_before_it_is_replaced(tmp_path: Path, on: On, left: str) -> None:
     (tmp_path / LEASE).write_text(left)
     on("b")
     with pytest.raises(Held, match="another program, which hasn't renewed its lease"):
