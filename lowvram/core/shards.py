@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from lowvram.compat.torch_distributed import all_gather
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import norms
 
 T = TypeVar("T")
@@ -67,6 +69,62 @@ def is_split(whole: Tensor, like: Tensor, place: Placement) -> bool:
     return isinstance(place, Shard) and whole.shape[place.dim] == like.shape[place.dim]
 
 
+KEPT_APART = "lowvram_kept_apart"  # an attribute of sharded tensors
+SHARDS = "shards"  # the key of what is saved of them
+
+
+def keep_apart(tensor: Tensor) -> Tensor:
+    """Mark a sharded tensor whose shards can't be joined, such as codes in blocks, each of which lies in one shard: it
+    is saved as its shards. All ranks must mark it, also those whose shard is of plain numbers."""
+    if isinstance(tensor, DTensor):
+        setattr(tensor, KEPT_APART, True)
+    return tensor
+
+
+def is_kept_apart(tensor: DTensor) -> bool:
+    return getattr(tensor, KEPT_APART, False)
+
+
+def split_dimension(tensor: DTensor) -> int:
+    """The dimension of the mesh over which a tensor is split; the others hold copies."""
+    (dimension,) = (number for number, place in enumerate(tensor.placements) if isinstance(place, Shard))
+    return dimension
+
+
+def all_shards(tensor: DTensor) -> list[Tensor]:
+    """The shards of all ranks, which may be tensors made of others, and of other kinds on other ranks. A collective:
+    all ranks must call it. Each rank holds all of them for a moment."""
+    mesh, own = tensor.device_mesh, local(tensor.detach())
+    group, size = mesh.get_group(split_dimension(tensor)), mesh.size(split_dimension(tensor))
+    parts, how = taken_apart(own)
+    data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).to(mesh.device_type)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (len(data), how), group)
+    most = max(num_bytes for num_bytes, _ in found)
+    together = data.new_empty(most * size)
+    all_gather(together, torch.cat([data, data.new_zeros(most - len(data))]), group)
+    pieces = zip(together.split(most) if most else [together] * size, found, strict=True)
+    return [put_together(piece[:num_bytes].to(own.device), how) for piece, (num_bytes, how) in pieces]
+
+
+def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Any]:
+    """The plain tensors of which a tensor is made, itself if it is one, and how to put them together."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor], (None, None, {"": (tensor.dtype, tensor.shape)})
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    return [*parts.values()], (type(tensor), context, {name: (each.dtype, each.shape) for name, each in parts.items()})
+
+
+def put_together(data: Tensor, how: Any) -> Tensor:
+    """The inverse of `taken_apart`, of the parts' bytes."""
+    kind, context, forms = how
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in forms.values()]
+    pieces = zip(data.split(sizes), forms.items(), strict=True)
+    parts = {name: piece.clone().view(dtype).view(shape) for piece, (name, (dtype, shape)) in pieces}
+    return parts[""] if kind is None else kind.__tensor_unflatten__(parts, context, None, None)
+
+
 def reshard(model: nn.Module) -> None:
     """Free what a model has gathered, as for a step that has failed, or for an evaluation: its parameters are sharded
     again. Communicates nothing."""
@@ -78,14 +136,17 @@ def reshard(model: nn.Module) -> None:
 def joined(shards: Sequence[Tensor], like: DTensor) -> Tensor:
     """The whole of a tensor that is laid out as `like` is, given the local shard of each rank. At most one dimension of
     the mesh splits it."""
-    ranks, dims = like.device_mesh.mesh, list[int]()
-    for number, place in reversed(list(enumerate(like.placements))):
-        if isinstance(place, Shard):
-            dims.append(place.dim)
-        else:
-            ranks = ranks.select(number, 0)
-    pieces = [shards[rank] for rank in ranks.flatten().tolist()]
+    pieces, dims = distinct(shards, like), [place.dim for place in like.placements if isinstance(place, Shard)]
     return torch.cat(pieces, dims[0]) if dims else pieces[0]
+
+
+def distinct(shards: Sequence[T], like: DTensor) -> list[T]:
+    """What the ranks have of a tensor that is laid out as `like` is, in order and without copies."""
+    ranks = like.device_mesh.mesh
+    for number, place in reversed(list(enumerate(like.placements))):
+        if not isinstance(place, Shard):
+            ranks = ranks.select(number, 0)
+    return [shards[rank] for rank in ranks.flatten().tolist()]
 
 
 def make_contiguous(model: nn.Module) -> None:

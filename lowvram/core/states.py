@@ -21,7 +21,7 @@ from lowvram.core.extra_state import extra_states, give
 from lowvram.core.mesh import all_ranks
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
-from lowvram.core.shards import is_sharded, placed, reshard, whole
+from lowvram.core.shards import SHARDS, all_shards, is_kept_apart, is_sharded, placed, reshard, whole
 from lowvram.core.trainable import ever_trains
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
@@ -34,7 +34,8 @@ CHANGED = "changed_by_steps"  # in saved param_groups: the names of entries that
 
 
 def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Any] | None:
-    """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU; None on the other ranks.
+    """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU, or, if it is kept apart, its
+    shards under SHARDS; None on the other ranks.
 
     A collective: all ranks must call it, with the same nesting.
 
@@ -42,7 +43,10 @@ def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cp
         keep: returns a copy on the CPU of a whole tensor, which is freed afterwards.
     """
 
-    def gather(tensor: Tensor) -> Tensor | None:
+    def gather(tensor: DTensor) -> Tensor | dict[str, list[Tensor]] | None:
+        if is_kept_apart(tensor):
+            shards = all_shards(tensor)
+            return {SHARDS: [shard.cpu() for shard in shards]} if all_ranks().is_first else None
         entire = whole(tensor)
         return compact(keep(entire)) if all_ranks().is_first else None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -24,7 +24,7 @@ from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core import generators
 from lowvram.core.mesh import all_ranks
-from lowvram.core.shards import joined, local, reshard
+from lowvram.core.shards import SHARDS, distinct, is_kept_apart, joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
 from lowvram.results.files.lease import check_ours
@@ -134,11 +134,16 @@ class Posts:
         """The state with whole tensors, and the posts, which are removed."""
         posts = [torch.load(self.path(each), weights_only=True) for each in range(all_ranks().size)]
         of_ranks = iter(zip(*(post.pop("shards") for post in posts), strict=True))
-        whole = tree_map_only(DTensor, lambda tensor: joined(next(of_ranks), tensor), state)
+        whole = tree_map_only(DTensor, lambda tensor: put_together(next(of_ranks), tensor), state)
         for each in range(all_ranks().size):
             self.path(each).unlink()
         self.path(0, "taken").unlink()
         return whole, posts
+
+
+def put_together(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, list[Tensor]]:
+    """A sharded tensor as `gathered` leaves it, given the shard of each rank."""
+    return {SHARDS: distinct(shards, like)} if is_kept_apart(like) else joined(shards, like)
 
 
 def sharded_leaves(state: Any) -> Iterator[DTensor]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lowvram.config.texts import first_line
-from lowvram.core.shards import is_sharded, local
+from lowvram.core.shards import is_kept_apart, is_sharded, local
 from lowvram.results.files.durable import flush, naming, remove_empty, remove_files, unfinished_name
 from lowvram.results.files.late import is_there_in_time
 from lowvram.results.files.regular import fingerprint
@@ -81,7 +81,7 @@ def name_of(number: int) -> str:
 
 
 def is_plainly_sharded(tensor: DTensor) -> bool:
-    is_plain = type(local(tensor.detach())) is Tensor and tensor.dtype in DTYPES
+    is_plain = type(local(tensor.detach())) is Tensor and tensor.dtype in DTYPES and not is_kept_apart(tensor)
     return is_plain and is_sharded(tensor) and tensor.numel() > 0
 
 

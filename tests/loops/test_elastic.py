@@ -195,6 +195,28 @@ def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
     check_pairs(tmp_path, POINTS, targets, batch_size, sharded_above_gib)
 
 
+# With moments of few bits, in blocks that lie in one shard each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded_above_gib", [None, 0.0])
+@pytest.mark.parametrize("source", [Point("zero1", 2), Point("fsdp", 3), Point("hsdp", 4), ALONE], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit"])
+def test_codes_stay_as_they_are_in_the_same_blocks_and_are_rounded_again_in_others(
+    tmp_path: Path, optimizer: str, source: Point, sharded_above_gib: float | None
+) -> None:
+    """On three ranks one has codes of a weight of which the others have numbers, as their rows are no whole blocks."""
+    choices: Choices = {"optimizer": optimizer}
+    (wanted,) = trained(source, WIDE, choices, [Leg(tmp_path / "wanted")])
+    leg = Leg(tmp_path / "found", stop_at=K, sharded_above_gib=sharded_above_gib)
+    assert trained(source, WIDE, choices, [leg]) == [wanted[:K]]
+    for target, band in {ALONE: 1e-3, Point("zero1", 2): 1e-3, Point("fsdp", 3): 1e-3, source: 0.0}.items():
+        copy = leg._replace(folder=tmp_path / f"found {target}", stop_at=None, is_resumed=True)
+        shutil.copytree(leg.folder, copy.folder)
+        (found,) = trained(target, WIDE, choices, [copy])
+        assert found == near(wanted[K:], band), target
+
+
 # With what else a run is made of
 
 EXACT = ["adamw", "sgd", "adam_mini", "lamb", "lars"]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
@@ -24,11 +25,13 @@ from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob
 from lowvram.core.quiet import quiet
-from lowvram.core.shards import local
-from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, keep_formats, noise_of_step
+from lowvram.core.shards import SHARDS, keep_apart, local, placed, split_dimension, spread_as, taken_apart
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, noise_of_step
 from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether their values may be negative
+ORDER = "order"  # in saved states: see `memory_order`
 LARGE_NUMEL = 4096  # torchao keeps the moments of smaller tensors in fp32
 
 
@@ -98,12 +101,10 @@ class LowBit(CompiledUpdate):
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state that torchao makes for an fp32 weight, whatever the dtype of this one: moments of tensors too small
         for blocks of codes are then in fp32."""
-        wide = without_memory(parameter.detach())
-        moments = {
-            "exp_avg": new_moment(self.inner, wide, signed=True),
-            "exp_avg_sq": new_moment(self.inner, wide, signed=False),
-        }
-        return {STEP: torch.tensor(0.0), **moments}
+        own = without_memory(local(parameter.detach()))
+        moments = {name: new_moment(self.inner, own, signed) for name, signed in MOMENTS.items()}
+        spread = {name: keep_apart(spread_as(parameter, moment)) for name, moment in moments.items()}
+        return {STEP: torch.tensor(0.0), **spread}
 
     def scratch_bytes(self) -> Iterator[list[int]]:
         """As inductor's kernels of torch 2.13 ask for it, for each piece: the new scales of both moments, then
@@ -153,14 +154,94 @@ class LowBit(CompiledUpdate):
             compiled_step(self.inner)
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)
 
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = super().state_dict()
+        numbers = (number for group in saved["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        orders = {number: memory_order(parameter) for number, parameter in zip(numbers, parameters, strict=True)}
+        states = {key: {**state, ORDER: orders[key]} for key, state in saved["state"].items()}
+        return {**saved, "state": states}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        keep_formats(self, state_dict)
+        """Codes in the same blocks stay as they are. Others, such as those of another number of ranks, are rounded
+        again to codes in the blocks of this run."""
+        saved = state_dict["state"]
+        rest = {
+            key: {name: value for name, value in state.items() if name not in (*MOMENTS, ORDER)}
+            for key, state in saved.items()
+        }
+        super().load_state_dict({**state_dict, "state": rest})
+        for group, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, parameter in zip(group["params"], own["params"], strict=True):
+                if key in saved:
+                    self.state[parameter] |= self.moments_of(parameter, saved[key])
+
+    def moments_of(self, parameter: nn.Parameter, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """A parameter's saved moments, in the form that they have in this run."""
+        order = memory_order(parameter)
+        fresh = self.new_state(nn.Parameter(parameter.detach().permute(order)) if is_permuted(order) else parameter)
+        for name in MOMENTS:
+            fill(local(fresh[name]), saved[name], parameter, saved.get(ORDER))
+        return {name: fresh[name] for name in MOMENTS}
+
+
+@torch.no_grad()
+def fill(moment: Tensor, saved: Any, parameter: nn.Parameter, saved_order: list[int] | None) -> None:
+    """Give a new moment, or this rank's shard of it, the values of a saved one.
+
+    Args:
+        saved: as `gathered` leaves it, or of this very process.
+        saved_order: see `memory_order`; None: an early version's, which is that of this run.
+    """
+    if isinstance(saved, DTensor):
+        moment.copy_(local(saved))
+        return
+    if isinstance(saved, Mapping):
+        shards, saved_order = saved[SHARDS], [*range(parameter.ndim)]
+        if isinstance(parameter, DTensor) and len(shards) == parameter.device_mesh.size(split_dimension(parameter)):
+            own = shards[parameter.device_mesh.get_local_rank(split_dimension(parameter))]
+            if form_of(own) == form_of(moment):
+                moment.copy_(own)
+                return
+        saved = torch.cat(list(map(as_numbers, shards)))
+    order = memory_order(parameter)
+    if isinstance(parameter, DTensor) or order != (saved_order or order):
+        entire = as_numbers(saved).permute(inverse(saved_order or order))
+        own = local(placed(entire, parameter)) if isinstance(parameter, DTensor) else entire.permute(order)
+        moment.copy_(own.to(moment.device))
+    else:
+        moment.copy_(saved if form_of(saved) == form_of(moment) else as_numbers(saved).to(moment.device))
+
+
+def as_numbers(moment: Tensor) -> Tensor:
+    """A moment in fp32."""
+    return torch.empty(moment.shape, device=moment.device).copy_(moment) if has_codes(moment) else moment
+
+
+def form_of(moment: Tensor) -> Any:
+    """What two moments share if the codes of one mean the same in the other."""
+    return taken_apart(moment)[1]
+
+
+def memory_order(parameter: Tensor) -> list[int]:
+    """The dimensions of a parameter as they follow each other in memory, the innermost last. torchao's blocks of a
+    state are consecutive in memory."""
+    if parameter.is_contiguous():
+        return [*range(parameter.ndim)]
+    return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+
+
+def inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def is_permuted(order: list[int]) -> bool:
+    return order != sorted(order)
 
 
 def without_memory(weight: Tensor) -> Tensor:
-    """A tensor of the same shape in fp32, which holds a single number. One that is spread over ranks is copied."""
-    return weight.new_zeros((), dtype=torch.float32).expand(weight.shape) if local(weight) is weight else weight.float()
+    """A tensor of the same shape in fp32, which holds a single number."""
+    return weight.new_zeros((), dtype=torch.float32).expand(weight.shape)
 
 
 def has_codes(moment: Any) -> bool:
@@ -194,12 +275,12 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def contiguous(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter; if it isn't contiguous (channels_last), a contiguous view of it, with its gradient. torchao's
-    blocks of a state are consecutive in memory."""
+    """The parameter; if it isn't contiguous (channels_last), a contiguous view of it, with its gradient: see
+    `memory_order`."""
     assert parameter.grad is not None
     if parameter.is_contiguous() and parameter.grad.is_contiguous():
         return parameter
-    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    order = memory_order(parameter)
     view = nn.Parameter(parameter.detach().permute(order))
     view.grad = parameter.grad.permute(order).contiguous()
     return view
