@@ -52,6 +52,7 @@ class Submission:
         """That of the point in a folder; None if there is none, or it can't be read."""
         for name, more in ((JOB_RECORD, {}), (EARLIER_JOB_FILES[0], {"queue": "slurm"})):
             with suppress(OSError, ValueError, TypeError):
+                (folder / name).lstat()  # usually there is none
                 return cls(**more, **json.loads(opened(read_regular(folder / name, SHORT_BYTES).decode())))
         return None
 

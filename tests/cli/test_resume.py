@@ -102,7 +102,7 @@ def test_a_refused_continuation_changes_nothing(call: Call, interrupted: Path) -
         "precision=bf61",
         "vram=8",
         "paths.outputs=null",
-        "train.batch_size=5 accum=x2",
+        "train.batch_size=1 accum=x2",
     ):
         assert mistake.partition("=")[0].partition(" ")[0] in call("resume=last", *mistake.split()).sentence
         assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before

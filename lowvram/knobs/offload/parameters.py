@@ -86,7 +86,7 @@ def shard_on_host(
     fully_shard(module, reshard_after_forward=reshard_after_forward, offload_policy=policy, **options)
     arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
     num_visits = 2 if reshard_after_forward is True else 1  # a number shards them again on the device
-    module.register_forward_pre_hook(partial(arrive, arriving, num_visits))
+    module.register_forward_pre_hook(torch.compiler.disable(partial(arrive, arriving, num_visits)))  # pyright: ignore[reportArgumentType]
     for parameter in arriving:
         host.assign(parameter)
 

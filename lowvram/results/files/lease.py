@@ -24,7 +24,7 @@ from typing import NamedTuple, Self, final
 
 from lowvram.config.errors import printable
 from lowvram.results.files.marker import MARKER, born_ticks, read_marker
-from lowvram.results.files.regular import SHORT_BYTES, open_regular, read_regular, unless_stale
+from lowvram.results.files.regular import SHORT_BYTES, read_dated, read_regular
 
 LEASE = f"{MARKER}.lease"
 LEASE_BYTES, SPARE_BYTES = 2**10, 2**6  # the file's size, which never changes; of a long path what digits may grow by
@@ -122,15 +122,11 @@ class Seen(NamedTuple):
 def found_at(path: Path) -> Seen | None:
     """The lease in a file; None if there is no file. Raises OSError if it can't be read."""
 
-    def read() -> Seen:
-        with open_regular(path, SHORT_BYTES) as file:
-            data = file.read()
-            return Seen(Lease.parsed(data), (data, os.fstat(file.fileno()).st_mtime_ns))
-
     try:
-        return unless_stale(read)
+        mark = read_dated(path, SHORT_BYTES)
     except FileNotFoundError:
         return None
+    return Seen(Lease.parsed(mark[0]), mark)
 
 
 # Of this process: for each folder that it holds, or that it writes for the program that holds it, the lease's token.

@@ -82,6 +82,16 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     return unless_stale(read)
 
 
+def read_dated(path: Path, most_bytes: int) -> tuple[bytes, int]:
+    """The bytes of a file, and when it was last changed, in ns. Raises OSError as `open_regular`."""
+
+    def read() -> tuple[bytes, int]:
+        with open_regular(path, most_bytes) as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+
+    return unless_stale(read)
+
+
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
     """Raises OSError, as `open_regular`, for a file that a library is to read."""
     unless_stale(lambda: open_regular(path, most_bytes).close())
