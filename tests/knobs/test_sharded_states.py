@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
+from lowvram.compat.torchao import new_moment
 from lowvram.core.copies import original
-from lowvram.core.shards import local, placed
-from lowvram.core.states import placed_value
+from lowvram.core.shards import SHARDS, all_shards, keep_apart, local, placed, taken_apart
+from lowvram.core.states import gathered, placed_value
+from lowvram.knobs.optimizer import AdamW8bit
+from lowvram.knobs.optimizer.low_bit import as_numbers, fill, form_of, memory_order
 from lowvram.knobs.sharding.zero1 import OwnRows
-from tests.ranks import one_rank_alone
+from tests.ranks import on_ranks, one_rank_alone
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +45,69 @@ def test_optimizers_know_the_parameters_behind_zero1s_rows() -> None:
     weight = nn.Parameter(torch.zeros(7, 3))
     (part,) = OwnRows(init_device_mesh("cpu", (1,))).of([weight])
     assert original(part) is weight
+
+
+def parted(rows: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """On each of three ranks a shard of so many rows: in codes where they are whole blocks, else in numbers. Returns
+    all shards as this rank got them, and as they were made."""
+    mesh = init_device_mesh("cpu", (3,))
+    made = [moment(num_rows, seed) for seed, num_rows in enumerate(rows)]
+    own = made[mesh.get_local_rank()]
+    whole = torch.empty(sum(rows), 64, device="meta")
+    spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    keep_apart(spread)
+    gathered_state = gathered({"moment": spread})
+    assert (gathered_state is None) == (mesh.get_local_rank() > 0)
+    if gathered_state is not None:
+        assert [*gathered_state["moment"]] == [SHARDS]
+        assert all(map(are_equal, gathered_state["moment"][SHARDS], made))
+    return all_shards(spread), made
+
+
+def moment(num_rows: int, seed: int) -> Tensor:
+    """Of so many rows of 64 numbers, as torchao's 8-bit AdamW keeps it."""
+    values = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(seed))
+    inner: Any = AdamW8bit().make([nn.Parameter(values)])
+    made = new_moment(inner.inner, values, signed=True)
+    made.copy_(values)
+    return made
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    return form_of(one) == form_of(other) and all(
+        torch.equal(of_one, of_other)
+        for of_one, of_other in zip(taken_apart(one)[0], taken_apart(other)[0], strict=True)
+    )
+
+
+@pytest.mark.medium
+def test_shards_of_codes_and_of_numbers_reach_all_ranks_as_they_are() -> None:
+    for rows, have_codes in (([68, 68, 64], [True, True, True]), ([67, 67, 64], [False, False, True])):
+        for found, made in on_ranks(parted, rows, num_ranks=3):
+            assert [is_traceable_wrapper_subclass(shard) for shard in made] == have_codes
+            assert all(map(are_equal, found, made))
+
+
+def test_moments_in_other_blocks_are_rounded_again_and_in_the_same_ones_stay() -> None:
+    shards = [moment(68, 0), moment(68, 1), moment(64, 2)]
+    numbers = torch.cat([as_numbers(shard) for shard in shards])
+    parameter = nn.Parameter(torch.zeros(200, 64))
+    whole = moment(200, 3)
+    fill(whole, {SHARDS: shards}, parameter, None)
+    assert 0 < (as_numbers(whole) - numbers).abs().max() < 0.05
+    again = moment(200, 4)
+    fill(again, whole, parameter, [0, 1])
+    assert are_equal(again, whole)
+
+
+def test_moments_of_images_weights_keep_their_places() -> None:
+    """A weight that is channels_last has its moments in the order of its memory, one that is sharded in its own."""
+    values = torch.randn(64, 16, 3, 3)
+    last = nn.Parameter(torch.zeros(64, 16, 3, 3).to(memory_format=torch.channels_last))
+    assert memory_order(last) == [0, 2, 3, 1]
+    found = torch.zeros(64, 3, 3, 16)
+    fill(found, {SHARDS: [values[:30], values[30:]]}, last, None)
+    assert torch.equal(found, values.permute(0, 2, 3, 1))
+    back = torch.zeros(64, 16, 3, 3)
+    fill(back, found, nn.Parameter(torch.zeros(64, 16, 3, 3)), [0, 2, 3, 1])
+    assert torch.equal(back, values)
