@@ -85,6 +85,14 @@ def is_kept_apart(tensor: DTensor) -> bool:
     return getattr(tensor, KEPT_APART, False)
 
 
+def is_unevenly_split(tensor: Tensor) -> bool:
+    """Whether some ranks have fewer rows of a tensor than others."""
+    if not isinstance(tensor, DTensor):
+        return False
+    splits = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(isinstance(place, Shard) and tensor.shape[place.dim] % size for place, size in splits)
+
+
 def split_dimension(tensor: DTensor) -> int:
     """The dimension of the mesh over which a tensor is split; the others hold copies."""
     (dimension,) = (number for number, place in enumerate(tensor.placements) if isinstance(place, Shard))

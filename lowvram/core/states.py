@@ -3,6 +3,7 @@ any number of ranks."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from functools import partial
@@ -21,7 +22,17 @@ from lowvram.core.extra_state import extra_states, give
 from lowvram.core.mesh import all_ranks
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
-from lowvram.core.shards import SHARDS, all_shards, is_kept_apart, is_sharded, placed, reshard, whole
+from lowvram.core.shards import (
+    SHARDS,
+    all_shards,
+    is_kept_apart,
+    is_sharded,
+    is_unevenly_split,
+    local,
+    placed,
+    reshard,
+    whole,
+)
 from lowvram.core.trainable import ever_trains
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
@@ -77,11 +88,30 @@ class Frozen:
     def __init__(self, model: nn.Module) -> None:
         self._model, frozen = model, frozen_parameters(model)
         self._versions = {name: version(parameter) for name, parameter in frozen}
+        self._values = {name: digest(local(parameter)) for name, parameter in frozen if is_unevenly_split(parameter)}
+        self._changed = set[str]()  # on some rank
 
     def unchanged(self) -> set[str]:
-        """The names of those that have always been frozen, and that nobody has changed in place."""
-        now = {name: version(parameter) for name, parameter in frozen_parameters(self._model)}
-        return {name for name, old in self._versions.items() if now.get(name) == old}
+        """The names of those that have always been frozen, and that nobody has changed in place, as far as this rank
+        knows."""
+        found = {name: each for name, each in frozen_parameters(self._model) if name in self._versions}
+        return {
+            name for name, parameter in found.items() if name not in self._changed and self._is_same(name, parameter)
+        }
+
+    def _is_same(self, name: str, parameter: nn.Parameter) -> bool:
+        """FSDP2 moves the shards of a rank with fewer rows to other memory, which it fills up, when the model first
+        computes."""
+        now = version(parameter)
+        if now != self._versions[name] and name in self._values and self._values[name] == digest(local(parameter)):
+            self._versions[name] = now
+        return now == self._versions[name]
+
+    def agree(self) -> None:
+        """Tell the other ranks what this one has found changed, so that all have the same state. A collective: all
+        ranks must call it."""
+        changed = sorted(self._versions.keys() - self.unchanged())
+        self._changed.update(*all_ranks().gather(changed))
 
     def switched(self) -> dict[str, bool]:
         """The parameters that are frozen or thawed by now, and whether they train."""
@@ -93,6 +123,12 @@ class Frozen:
         named = dict(self._model.named_parameters(remove_duplicate=False))
         for name, does_train in trains.items():
             named[name].requires_grad_(does_train)
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bytes of a tensor."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(data).hexdigest()
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

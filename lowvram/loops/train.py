@@ -232,6 +232,7 @@ class TrainingRun:
             held: what modules kept after the step; None: what they keep.
         """
         if self.saved_step != self.step:
+            self.frozen.agree()
             if not self.savable.check(self.formed_state(), self.step):
                 return False
             randoms = all_ranks().gather(self.with_unregistered(random or generators.saved(), held))

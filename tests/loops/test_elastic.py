@@ -11,10 +11,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import nn
 
 from lowvram.core.knob import Knob
 from lowvram.core.mesh import data_ranks
+from lowvram.core.states import Frozen
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.sharding import FSDP
@@ -193,6 +195,35 @@ def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
     number of ranks, and of four ranks one has no row of the head's weight."""
     targets = [point for point in POINTS if point.sharding == sharding]
     check_pairs(tmp_path, POINTS, targets, batch_size, sharded_above_gib)
+
+
+# With frozen weights
+
+
+def test_frozen_weights_whose_rows_do_not_divide_stay_out_of_snapshots(tmp_path: Path) -> None:
+    """FSDP2 moves them to other memory on the ranks with fewer rows alone, and all ranks must save the same."""
+    choices: Choices = {"adapter": "lora"}
+    (wanted,) = trained(Point("fsdp", 2), SMALL, choices, [Leg(tmp_path / "wanted")])
+    leg = Leg(tmp_path / "found", stop_at=K)
+    assert trained(Point("fsdp", 2), SMALL, choices, [leg]) == [wanted[:K]]
+    (saved,) = (leg.folder / "snapshots").iterdir()
+    assert not [name for name in torch.load(saved)["model"] if "embedding" in name or "base_layer" in name]
+    assert trained(Point("fsdp", 2), SMALL, choices, [leg._replace(stop_at=None, is_resumed=True)]) == [wanted[K:]]
+
+
+def changed_by_one_rank() -> tuple[set[str], set[str]]:
+    """What a rank finds unchanged of two frozen weights, before and after it has heard of the others."""
+    model = nn.Linear(3, 2).requires_grad_(False)
+    frozen = Frozen(model)
+    if not data_ranks().is_first:
+        model.bias.add_(1)
+    alone = frozen.unchanged()
+    frozen.agree()
+    return alone, frozen.unchanged()
+
+
+def test_a_frozen_weight_that_one_rank_has_changed_is_saved_by_all() -> None:
+    assert on_ranks(changed_by_one_rank) == [({"weight", "bias"}, {"weight"}), ({"weight"}, {"weight"})]
 
 
 # With moments of few bits, in blocks that lie in one shard each
