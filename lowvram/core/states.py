@@ -128,7 +128,7 @@ class Frozen:
 def digest(tensor: Tensor) -> str:
     """Of the bytes of a tensor."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -202,13 +202,13 @@ def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
 
 def test_frozen_weights_whose_rows_do_not_divide_stay_out_of_snapshots(tmp_path: Path) -> None:
     """FSDP2 moves them to other memory on the ranks with fewer rows alone, and all ranks must save the same."""
-    choices: Choices = {"adapter": "lora"}
-    (wanted,) = trained(Point("fsdp", 2), SMALL, choices, [Leg(tmp_path / "wanted")])
+    choices: Choices = {"adapter": "freeze"}
+    (wanted,) = trained(ALONE, SMALL, choices, [Leg(tmp_path / "wanted")])
     leg = Leg(tmp_path / "found", stop_at=K)
-    assert trained(Point("fsdp", 2), SMALL, choices, [leg]) == [wanted[:K]]
+    assert trained(Point("fsdp", 3), SMALL, choices, [leg]) == [near(wanted[:K])]
     (saved,) = (leg.folder / "snapshots").iterdir()
-    assert not [name for name in torch.load(saved)["model"] if "embedding" in name or "base_layer" in name]
-    assert trained(Point("fsdp", 2), SMALL, choices, [leg._replace(stop_at=None, is_resumed=True)]) == [wanted[K:]]
+    assert {*torch.load(saved)["model"]} <= {"token_embedding.weight", "head.weight"}  # which are tied, and train
+    assert trained(ALONE, SMALL, choices, [leg._replace(stop_at=None, is_resumed=True)]) == [near(wanted[K:])]
 
 
 def changed_by_one_rank() -> tuple[set[str], set[str]]:
