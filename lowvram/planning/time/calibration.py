@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -95,9 +96,11 @@ class Calibration(Rates):
         return torch.zeros_like(new_bytes) if self.allocation is None else seconds(self.allocation, new_bytes)
 
     def parallel_s(self, stream: Stream, num_bytes: Tensor) -> Tensor:
-        """Seconds of copies between host and device, or of work on the host's processor."""
+        """Seconds of copies between host and device, or of work on the host's processor. What a card sends to others
+        takes an unknown time: no calibration knows its links."""
         if self.copies is not None:
-            return num_bytes / self.copies[stream.value]
+            rate = self.copies.get(stream.value, math.nan)
+            return (num_bytes / rate).where(num_bytes > 0, 0.0)
         touched = num_bytes * (1 if stream is Stream.HOST else COPY_TOUCHES)
         return seconds(self.curve(Family.MOVING, ANY_FORMAT), touched)
 

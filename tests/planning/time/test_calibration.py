@@ -44,6 +44,7 @@ SMALL = [
 ]
 CHOICES: list[dict[str, Any]] = [{}, {"ckpt": "every1"}, {"accum": "x4"}]
 CALL_S, OVERHEAD_S = 1e-3, 1e-5
+COPIED = (Stream.TO_HOST, Stream.TO_DEVICE, Stream.HOST)  # whose rates a card's calibration has
 
 
 def flat(rate: float, **others: float) -> Calibration:
@@ -204,14 +205,22 @@ def test_copies_of_a_cpu_take_its_own_time() -> None:
     work = torch.cat([line(Family.PRODUCT, 10**9), line(Family.MOVING, 10**6, stream=Stream.TO_HOST)])
     alone = flat(1e9)
     assert seconds_of(work, alone) == pytest.approx(1 + 2e-3 + OVERHEAD_S)
-    card = Calibration(alone.curves, OVERHEAD_S, {stream.value: 1e9 for stream in STREAMS})
+    card = Calibration(alone.curves, OVERHEAD_S, {stream.value: 1e9 for stream in COPIED})
     assert seconds_of(work, card) == pytest.approx(1)
 
 
 def test_a_card_waits_for_its_host_only_where_that_is_slower() -> None:
-    card = Calibration(flat(1e9).curves, OVERHEAD_S, {stream.value: 1e9 for stream in STREAMS})
+    card = Calibration(flat(1e9).curves, OVERHEAD_S, {stream.value: 1e9 for stream in COPIED})
     assert seconds_of(line(Family.MOVING, 10), card) == pytest.approx(OVERHEAD_S)
     assert seconds_of(line(Family.MOVING, 10**6), card) == pytest.approx(1e-3)
+
+
+def test_no_time_is_known_of_what_goes_to_other_cards() -> None:
+    """But offload=parameters gathers weights over a single rank, which sends nothing."""
+    card = Calibration(flat(1e9).curves, OVERHEAD_S, {stream.value: 1e9 for stream in COPIED})
+    work = line(Family.MOVING, 10**6)
+    assert seconds_of(torch.cat([work, line(Family.MOVING, 0, stream=Stream.TO_RANKS)]), card) == pytest.approx(1e-3)
+    assert step_time(torch.cat([work, line(Family.MOVING, 1, stream=Stream.TO_RANKS)]), card) is None
 
 
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
