@@ -24,7 +24,7 @@ from lowvram.config.errors import Refused, require
 from lowvram.config.identity import device_name, name_device
 from lowvram.config.settings import is_inline
 from lowvram.launch.launcher import Queue
-from lowvram.launch.pool import ONE, Slots, slots_for
+from lowvram.launch.pool import ONE, Slots, cards_in, slots_for
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.planning.client import request_of
 from lowvram.results import row as rows
@@ -143,7 +143,7 @@ class Call:
             return
         if answer and answer["status"] != Status.OK:
             raise Refused(answer["reason"])
-        self._cards = answer.get("cards", [])
+        self._cards = cards_in(answer, self._jobs)
         assert self.sweep is not None
         self.sweep.check_points(configs)
         if coming.first == 0:

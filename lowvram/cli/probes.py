@@ -13,7 +13,7 @@ from lowvram.cli.here import Here, joined
 from lowvram.cli.launchers import CALL, SIDE_BY_SIDE, calls_elsewhere
 from lowvram.config.errors import Refused
 from lowvram.config.settings import CHILDS_OWN
-from lowvram.launch.pool import DIED, ONE, Pool, Slots, slots_for
+from lowvram.launch.pool import DIED, ONE, Pool, Slots, cards_in, slots_for
 from lowvram.launch.spec import Point
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.results import row as rows
@@ -38,7 +38,9 @@ def slots_of(search: Point, here: Here) -> Slots:
     answer = here.server.ask("probe_cards", {"config": config, "jobs": jobs}, StopConditions(None, stop_signals))
     if answer and answer["status"] != Status.OK:
         raise Refused(answer["reason"])
-    slots, kinds = slots_for(jobs, answer.get("cards", [])), answer.get("kinds", [])
+    if stop_signals():
+        return [None]
+    slots, kinds = slots_for(jobs, cards_in(answer, jobs)), answer["kinds"]
     if len(slots) > 1 and len(kinds) > 1:
         here.progress.say(f"one probe after another, as the cards differ: {', '.join(kinds)}")
         return [None]

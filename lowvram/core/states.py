@@ -31,6 +31,7 @@ from lowvram.core.shards import (
     local,
     placed,
     reshard,
+    taken_apart,
     whole,
 )
 from lowvram.core.trainable import ever_trains
@@ -126,9 +127,11 @@ class Frozen:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes of a tensor."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(data.data).hexdigest()
+    """Of the bytes of a tensor, which may be made of others."""
+    found = hashlib.sha256()
+    for part in taken_apart(tensor.detach())[0]:
+        found.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return found.hexdigest()
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, Final, Self, cast, final
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, Refused
 from lowvram.launch.client import Server
 from lowvram.launch.process_tree import stop_with_parent
 
@@ -37,6 +37,14 @@ def slots_for(jobs: str, cards: Sequence[str]) -> Slots:
     if cards and int(jobs) > len(cards):
         raise BadInput("jobs", jobs, f"at most {len(cards)}, the number of visible cards: two points would share one")
     return list(cards[: int(jobs)]) or [None] * int(jobs)
+
+
+def cards_in(answer: Mapping[str, Any], jobs: str) -> list[str]:
+    """The cards that a process has listed for points side by side. Raises Refused if it died without an answer: points
+    would then share a card."""
+    if jobs != ONE and "cards" not in answer:
+        raise Refused(f"jobs={jobs}: the process that lists the cards was killed from outside: type the same again")
+    return answer.get("cards", [])
 
 
 @final
@@ -93,7 +101,12 @@ class Pool:
     def give(self, work: Any) -> None:
         """Hand work to a process that has none."""
         worker = self._idle.pop() if self._idle else self._start(self._unused.pop())
-        worker.pipe.send(work)
+        try:
+            worker.pipe.send(work)
+        except OSError:  # it was killed while it had none
+            worker.process.join()
+            worker = self._start(worker.slot)
+            worker.pipe.send(work)
         self._running[worker.pipe] = worker, work
 
     def ended(self) -> list[tuple[Any, Any]]:

@@ -134,14 +134,14 @@ class Posts:
         """The state with whole tensors, and the posts, which are removed."""
         posts = [torch.load(self.path(each), weights_only=True) for each in range(all_ranks().size)]
         of_ranks = iter(zip(*(post.pop("shards") for post in posts), strict=True))
-        whole = tree_map_only(DTensor, lambda tensor: put_together(next(of_ranks), tensor), state)
+        whole = tree_map_only(DTensor, lambda tensor: as_gathered(next(of_ranks), tensor), state)
         for each in range(all_ranks().size):
             self.path(each).unlink()
         self.path(0, "taken").unlink()
         return whole, posts
 
 
-def put_together(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, list[Tensor]]:
+def as_gathered(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, list[Tensor]]:
     """A sharded tensor as `gathered` leaves it, given the shard of each rank."""
     return {SHARDS: distinct(shards, like)} if is_kept_apart(like) else joined(shards, like)
 

@@ -19,9 +19,9 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from lowvram.cli.side_by_side import SideBySide
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, Refused
 from lowvram.launch import pool
-from lowvram.launch.pool import Slots, slots_for
+from lowvram.launch.pool import Pool, Slots, cards_in, slots_for
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
 from tests.tiers import first_of
 
@@ -36,6 +36,30 @@ def test_each_job_has_a_card_of_its_own() -> None:
     assert slots_for("2", ["GPU-8f2", "MIG-1a", "3"]) == ["GPU-8f2", "MIG-1a"]
     with pytest.raises(BadInput, match="jobs='3': must be at most 2, the number of visible cards: two points would"):
         slots_for("3", ["0", "1"])
+
+
+def test_without_a_list_of_cards_nothing_shares_one() -> None:
+    assert cards_in({"status": "ok", "cards": ["0", "1"]}, "2") == ["0", "1"]
+    assert cards_in({}, "1") == []
+    with pytest.raises(Refused, match="jobs=2: the process that lists the cards was killed from outside"):
+        cards_in({}, "2")
+
+
+def doubled(number: int, held: Sequence[int]) -> tuple[int, int]:
+    return 2 * number, os.getpid()
+
+
+@pytest.mark.medium
+def test_a_process_that_is_killed_while_it_waits_loses_nothing() -> None:
+    with Pool(["0"], doubled) as processes:
+        processes.give(1)
+        ((_, (first, pid)),) = processes.ended()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not multiprocessing.active_children(), "its end")
+        processes.give(2)
+        ((_, (second, other)),) = processes.ended()
+    assert (first, second) == (2, 4)
+    assert pid != other
 
 
 def test_what_can_not_be_meant_is_refused(call: Call) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torchao import new_moment
+from lowvram.config.errors import Incompatible
 from lowvram.core.copies import original
 from lowvram.core.shards import SHARDS, all_shards, keep_apart, local, placed, taken_apart
 from lowvram.core.states import gathered, placed_value
@@ -20,6 +21,15 @@ from lowvram.knobs.optimizer import AdamW8bit
 from lowvram.knobs.optimizer.low_bit import as_numbers, fill, form_of, memory_order
 from lowvram.knobs.sharding.zero1 import OwnRows
 from tests.ranks import on_ranks, one_rank_alone
+
+
+def test_an_early_versions_moments_of_convolutions_are_not_guessed_at() -> None:
+    weight = torch.zeros(64, 3, 3, 3)
+    sharded = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    with pytest.raises(Incompatible, match="an early version of lowvram saved the moments of few bits"):
+        fill(weight, torch.ones(64, 3, 3, 3), sharded, None)
+    fill(weight, torch.ones(64, 3, 3, 3), sharded, [0, 2, 3, 1])
+    assert weight.all()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
 from lowvram.compat.torchao import new_moment, part_of_moment
+from lowvram.config.errors import Incompatible
 from lowvram.core.fact import Fact
 from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
@@ -204,6 +205,11 @@ def fill(moment: Tensor, saved: Any, parameter: nn.Parameter, saved_order: list[
                 moment.copy_(own)
                 return
         saved = torch.cat(list(map(as_numbers, shards)))
+    if saved_order is None and isinstance(parameter, DTensor) and parameter.ndim > 2:
+        raise Incompatible(
+            "an early version of lowvram saved the moments of few bits, and not in which order those of convolutions"
+            " are: go on without sharding, as it was saved, or start again"
+        )
     order = memory_order(parameter)
     if isinstance(parameter, DTensor) or order != (saved_order or order):
         entire = as_numbers(saved).permute(inverse(saved_order or order))
