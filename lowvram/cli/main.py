@@ -82,10 +82,17 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
                 show_sweep(call, words)
         return failed(error)
     finally:
-        call.here.stop()
-        name_device(None)
-        end_runs(is_refused=False)
-        if call.sweep:
+        let_go(call)
+
+
+def let_go(call: Call) -> None:
+    """Stop what works for the call, and unlock its folders. Where even this gets no memory, the end of the process
+    does it: the reason is told already."""
+    for end in (call.here.stop, lambda: name_device(None), lambda: end_runs(is_refused=False)):
+        with suppress(MemoryError):
+            end()
+    if call.sweep:
+        with suppress(MemoryError):
             call.sweep.release()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lowvram.cli.main import told
+from lowvram.cli.call import Call
+from lowvram.cli.main import let_go, told
 from lowvram.config import secret
 from lowvram.config.cache_folder import cache_folder, state_folder
 from lowvram.results import terminal
@@ -55,6 +58,22 @@ def test_what_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Path, monkey
     assert "result.json: can't be written (Permission denied)" in told(refused)
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     assert told(gone) == "the folder in which this was started is gone: change into another one"
+
+
+def test_a_program_without_memory_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be given back for want of memory is given back by the end of the process; the rest is."""
+    ended = []
+
+    def no_memory(*_: object, **__: object) -> None:
+        ended.append(1)
+        raise MemoryError
+
+    call = Call(terminal.progress_for(io.StringIO()))
+    monkeypatch.setattr(call.here, "stop", no_memory)
+    monkeypatch.setattr("lowvram.cli.main.end_runs", no_memory)
+    monkeypatch.setattr(call, "sweep", SimpleNamespace(release=no_memory))
+    let_go(call)
+    assert len(ended) == 3
 
 
 def test_secrets_of_the_environment_are_printed_by_nothing(
