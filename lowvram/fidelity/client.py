@@ -125,9 +125,8 @@ class Comparison:
         """A run of the reference. A child determines its configuration, as this needs torch."""
         config = {key: self.point.config[key] for key in CHILDS_OWN}
         arguments = {"config": config, "choices": self.point.choices}
-        timeout_s, answer = self.point.config["timeout_s"], dict[str, Any]()
-        for _ in range(2):  # once more if the child was killed from outside
-            answer = answer or self.server.ask("reference", arguments, StopConditions(timeout_s, self.stop_signals))
+        stop_conditions = StopConditions(self.point.config["timeout_s"], self.stop_signals)
+        answer = self.server.ask("reference", arguments, stop_conditions)
         status, reason = answer.get("status", Status.KILLED), answer.get("reason", "the process that makes it has died")
         self.check(status, reason, "the reference")
         return replace(self.point, **answer["reference"])

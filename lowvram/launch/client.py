@@ -22,6 +22,7 @@ from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
 from lowvram.launch.spec import Point, PointSpec
 from lowvram.launch.supervisor import KILL, ORPHAN_GRACE_S, STOPS
+from lowvram.results.row import Status
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # the longest delay before a signal or a time-out is passed on
@@ -47,7 +48,12 @@ class Runner(Protocol):
         ...
 
     def ask(
-        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        order: Order,
+        on_event: Listener = lambda event: None,
+        tries: int = 2,
     ) -> dict[str, Any]:
         """Have a process answer a question: see `Server.ask`."""
         ...
@@ -128,38 +134,44 @@ class Server:
         return self._serve(request, on_event, order, writer, Lines(reader, is_file=True), point.locks)
 
     def ask(
-        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        order: Order,
+        on_event: Listener = lambda event: None,
+        tries: int = 2,
     ) -> dict[str, Any]:
-        """Have a process answer one of the questions of `worker/asks.py`.
+        """Have a process answer one of the questions of `worker/asks.py`. If it was killed or interrupted from outside,
+        another one is asked.
 
         Args:
             on_event: called with what it tells before its answer, and with what it prints.
             order: as for `run`.
+            tries: how many processes are asked.
 
         Returns:
             The fields of its answer; empty if it died without one.
         """
-        self.start()
-        reader, writer = os.pipe()
-        answer = dict[str, Any]()
-        self._serve({"ask": name, "arguments": arguments}, answering(answer, on_event), order, writer, Lines(reader))
+        noted, answer = Noted(order), dict[str, Any]()
+        for _ in range(tries):
+            self.start()
+            reader, writer = os.pipe()
+            answer.clear()
+            told = answering(answer, on_event)
+            self._serve({"ask": name, "arguments": arguments}, told, noted, writer, Lines(reader))
+            if noted.message is not None or not is_lost(answer):
+                break
         return answer
 
     def _num_ranks(self, spec: PointSpec, order: Order) -> int | None:
-        """How many ranks the point takes on this machine; None if an order came first, as each comes once. A process is
-        asked where that depends on the cards; if it refuses, the first rank will do so too."""
+        """How many ranks the point takes on this machine; None if an order came first, as each comes once, or if nobody
+        knows. A process is asked where that depends on the cards; if it refuses, the first rank will do so too."""
         ranks = spec.config["sharding"]["ranks"]
         if ranks == "1" or (ranks == "auto" and spec.choices["sharding"] == neutral_options()["sharding"]):
             return 1
-        given = list[bytes]()
-
-        def noted() -> bytes | None:
-            message = order()
-            given.extend([] if message is None else [message])
-            return message
-
+        noted = Noted(order)
         answer = self.ask("ranks", {"config": {key: spec.config[key] for key in CHILDS_OWN}}, noted)
-        return None if given else answer.get("ranks", 1)
+        return None if noted.message is not None or is_lost(answer) else answer.get("ranks", 1)
 
     def _serve(
         self,
@@ -240,6 +252,24 @@ class Server:
         if now - sent_at.get(KILL, now) > KILL_GRACE_S:
             return True
         return now - min(sent_at.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
+
+
+class Noted:
+    """An order, whose last message is kept."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self.message: bytes | None = None
+
+    def __call__(self) -> bytes | None:
+        message = self._order()
+        self.message = message or self.message
+        return message
+
+
+def is_lost(answer: Mapping[str, Any]) -> bool:
+    """Whether a process was killed or interrupted before it answered."""
+    return answer.get("status") in (None, Status.INTERRUPTED.value)
 
 
 def answering(answer: dict[str, Any], on_event: Listener) -> Listener:

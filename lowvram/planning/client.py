@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lowvram.config.compose import MISTAKES, chosen, plain
 from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
-from lowvram.launch.client import Event, Runner
+from lowvram.launch.client import Event, Runner, is_lost
 from lowvram.launch.spec import Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
@@ -137,11 +137,10 @@ class Plans:
         if len(points) > 1:
             self.progress.start("planning", len(points), "point")
         stop_conditions = StopConditions(time_for(points.values()), self.stop_signals)
-        ending = self.server.ask("plan", {"points": list(points.values())}, stop_conditions, on_event)
+        ending = self.server.ask("plan", {"points": list(points.values())}, stop_conditions, on_event, tries=1)
         self.progress.stop()
         left = {index: point for index, point in points.items() if index not in self.planned}
-        is_from_outside = ending.get("status") in (None, Status.INTERRUPTED.value)
-        if left and is_from_outside and not (is_again or self.stop_signals() or stop_conditions.is_timed_out):
+        if left and is_lost(ending) and not (is_again or self.stop_signals() or stop_conditions.is_timed_out):
             self.ask(left, is_again=True)
         elif not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}

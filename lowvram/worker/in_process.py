@@ -110,9 +110,14 @@ class Inline:
                 os.close(fd)
 
     def ask(
-        self, name: str, arguments: dict[str, Any], order: Order, on_event: Listener = lambda event: None
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        order: Order,
+        on_event: Listener = lambda event: None,
+        tries: int = 1,
     ) -> dict[str, Any]:
-        """Answer a question of `worker/asks.py`."""
+        """Answer a question of `worker/asks.py`. Nobody else can: `tries` doesn't matter."""
         answer = dict[str, Any]()
         events = Events(answering(answer, on_event), None)
         self._end(events, InProcessStop(None), lambda events: ASKS[name](events, **arguments))

@@ -114,7 +114,12 @@ class Dying:
         self.num_deaths, self.asked = num_deaths, list[int]()
 
     def ask(
-        self, name: str, asked: dict[str, Any], order: object, on_event: Callable[[dict[str, Any]], None]
+        self,
+        name: str,
+        asked: dict[str, Any],
+        order: object,
+        on_event: Callable[[dict[str, Any]], None],
+        tries: int = 1,
     ) -> dict[str, Any]:
         assert name == "plan"
         self.asked.append(len(asked["points"]))
@@ -147,7 +152,12 @@ class Interrupted(Dying):
     """The same, but somebody sends the planning process a signal, and it says so."""
 
     def ask(
-        self, name: str, asked: dict[str, Any], order: object, on_event: Callable[[dict[str, Any]], None]
+        self,
+        name: str,
+        asked: dict[str, Any],
+        order: object,
+        on_event: Callable[[dict[str, Any]], None],
+        tries: int = 1,
     ) -> dict[str, Any]:
         super().ask(name, asked, order, on_event)
         is_told = len(self.asked) <= self.num_deaths

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from lowvram.config.settings import CHILDS_OWN
 from lowvram.launch import client
 from lowvram.launch.client import Event, Server
+from lowvram.launch.events import Lines
 from lowvram.launch.spec import Point
 from lowvram.launch.supervisor import KILL, TERM
 from tests.calls import TINY, Outcome, children, wait_until
@@ -189,3 +191,39 @@ def test_a_server_ends_without_a_word(
     server.wait_until_ready(lambda: None)
     server.stop()
     assert capfd.readouterr() == ("", "")
+
+
+class Answering(Server):
+    """A server whose processes end as told, one after another."""
+
+    def __init__(self, *endings: dict[str, Any]) -> None:
+        super().__init__()
+        self.endings = list(endings)
+
+    def start(self) -> None: ...
+
+    def _serve(
+        self, request: Any, on_event: Any, order: Any, writer: int, events: Lines, held: Sequence[int] = ()
+    ) -> list[dict[str, Any]] | None:
+        os.close(writer)
+        order()
+        if ending := self.endings.pop(0):
+            on_event({"event": "row", "fields": ending})
+        return []
+
+
+STOPPED = {"status": "interrupted", "reason": "stopped by a signal"}
+
+
+@pytest.mark.parametrize("lost", [{}, STOPPED])
+def test_a_process_that_was_ended_from_outside_is_asked_anew(lost: dict[str, Any]) -> None:
+    """Not after an order to stop; and what nobody answers isn't guessed."""
+    two = {"status": "ok", "ranks": 2}
+    assert Answering(lost, two).ask("ranks", {}, lambda: None) == two
+    assert Answering(lost, two).ask("ranks", {}, lambda: TERM) == lost
+    spec: Any = SimpleNamespace(
+        config=dict.fromkeys(CHILDS_OWN, 0) | {"sharding": {"ranks": "2"}}, choices={"sharding": "ddp"}
+    )
+    assert Answering(lost, two)._num_ranks(spec, lambda: None) == 2
+    assert Answering(lost, lost)._num_ranks(spec, lambda: None) is None
+    assert Answering({"status": "incompatible"})._num_ranks(spec, lambda: None) == 1

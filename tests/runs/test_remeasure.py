@@ -45,7 +45,7 @@ class Scripted:
 
     def wait_until_ready(self, order: Any) -> None: ...
 
-    def ask(self, *_: Any) -> dict[str, Any]:
+    def ask(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
 
     def run(self, point: Point, on_event: Callable[[Event], None], order: Any) -> list[Ending]:
