@@ -17,8 +17,8 @@ import pytest
 from lowvram.cli import submit
 from lowvram.config.errors import Refused
 from lowvram.launch.ray import Ray
-from lowvram.runs.submission import Submission
 from tests.calls import ROOT, TINY, Outcome, children, history, read_row, wait_until
+from tests.queued import by_name, job_in, log_of, wait_for_steps
 from tests.real_ray import Cluster, cluster
 
 Call = Callable[..., Outcome]
@@ -43,29 +43,6 @@ def ray(started: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(submit, "program", lambda: [sys.executable, str(ROOT / "train.py")])  # not that of `call`
     return started
-
-
-def job_in(folder: Path) -> str:
-    submission = Submission.read(folder)
-    assert submission is not None
-    assert submission.job is not None
-    return submission.job
-
-
-def log_of(folder: Path) -> str:
-    path = folder / "queue_job.log"
-    return path.read_text() if path.exists() else "no log"
-
-
-def by_name(outcome: Outcome) -> dict[str, Path]:
-    submissions = {path: Submission.read(path) for path in outcome.folders}
-    return {found.name: path for path, found in submissions.items() if found is not None}
-
-
-def wait_for_steps(folder: Path, num: int) -> None:
-    path = folder / "metrics.jsonl"
-    what = f"{num} steps of {folder}"
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= num, what, 400)
 
 
 def program_of(ray: Cluster, folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.runs.submission import Submission
 from tests.calls import ROOT, TINY, Outcome, history, read_row, wait_until
 from tests.cluster import Cluster, cluster
+from tests.queued import by_name, job_in, log_of, wait_for_steps
 
 Call = Callable[..., Outcome]
 Disturb = Callable[[Cluster, Path], None]
@@ -34,23 +33,6 @@ def submit(train: Call, slurm: Cluster) -> Call:
         return train("-m", *TINY, *SLURM, *words, env=slurm.env, timeout_s=400)
 
     return run
-
-
-def job_in(folder: Path) -> str:
-    submission = Submission.read(folder)
-    assert submission is not None
-    assert submission.job is not None
-    return submission.job
-
-
-def log_of(folder: Path) -> str:
-    return (folder / "queue_job.log").read_text()
-
-
-def wait_for_steps(folder: Path, num: int = 3) -> None:
-    path = folder / "metrics.jsonl"
-    what = f"{num} steps; its log: {log_of(folder) if (folder / 'queue_job.log').exists() else 'none'}"
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= num, what, 400)
 
 
 def preempt(slurm: Cluster, folder: Path) -> None:
@@ -131,7 +113,7 @@ def test_each_point_is_submitted_once_while_its_job_lives(submit: Call, slurm: C
     first = submit(*words, "name=2.raise+3.hang@2")
     assert first.code == 0, first.said()
     assert first.out.count("submitted as Slurm job") == 3
-    folders = {json.loads((path / "queue_job.json").read_text())["name"]: path for path in first.folders}
+    folders = by_name(first)
     jobs = {name: job_in(path) for name, path in folders.items()}
     slurm.wait_for(jobs["seed3"], "RUNNING")
     wait_for_steps(folders["seed3"], 1)

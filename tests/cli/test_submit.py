@@ -3,7 +3,6 @@ Slurm is in test_slurm.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from lowvram.results.files import late
 from lowvram.results.files.run_folder import JOB_SCRIPT
 from lowvram.runs.submission import Submission
 from tests.calls import TINY, Outcome, history, read_row
+from tests.queued import by_name
 
 Call = Callable[..., Outcome]
 SWEEP = ("-m", *TINY, "launcher=slurm", "hydra.sweep.dir=s")
@@ -93,10 +93,6 @@ def run_job(call: Call, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Call:
         return outcome
 
     return run
-
-
-def by_name(outcome: Outcome) -> dict[str, Path]:
-    return {json.loads((path / "queue_job.json").read_text())["name"]: path for path in outcome.folders}
 
 
 def test_the_same_command_submits_collects_and_submits_what_is_missing(call: Call, run_job: Call, slurm: Slurm) -> None:

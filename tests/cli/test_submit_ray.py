@@ -3,7 +3,6 @@ in test_submit.py; the real Ray is in test_ray.py."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from lowvram.results.files.run_folder import JOB_SCRIPT
 from lowvram.runs.submission import Submission
 from tests.calls import TINY, Outcome, history
 from tests.fake_ray import FakeRay, fake_ray
+from tests.queued import by_name
 
 Call = Callable[..., Outcome]
 SWEEP = ("-m", *TINY, "launcher=ray", "hydra.sweep.dir=s", "train.steps=2")
@@ -41,10 +41,6 @@ def run_job(call: Call, there: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Call
         return outcome
 
     return run
-
-
-def by_name(outcome: Outcome) -> dict[str, Path]:
-    return {json.loads((path / "queue_job.json").read_text())["name"]: path for path in outcome.folders}
 
 
 def test_the_same_command_submits_collects_and_submits_what_is_missing(
