@@ -11,7 +11,7 @@ from lowvram.cli.call import Call
 from lowvram.cli.initial import words_to_train_on
 from lowvram.cli.job import Ending
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
-from lowvram.config.settings import is_transform
+from lowvram.config.transforms import is_transform
 from lowvram.config.words import key
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch

@@ -15,7 +15,7 @@ from lowvram.config.code_names import code_in
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.secret import REFUSED
-from lowvram.config.settings import TRANSFORMS
+from lowvram.config.transforms import TRANSFORMS
 from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files import manifest

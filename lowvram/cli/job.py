@@ -28,7 +28,8 @@ from lowvram.config.errors import Refused
 from lowvram.config.parent_settings import PARENT_SECTIONS, LoggerSettings
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
+from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search
+from lowvram.config.transforms import is_transform
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.launcher import Local, Unsure, own_token
 from lowvram.launch.pool import AUTO, ONE

@@ -13,7 +13,7 @@ from typing import final
 from lowvram.cli.call import Call
 from lowvram.cli.initial import with_initial, with_transformed, word_for
 from lowvram.cli.sweep import POINT, Batch, Compose, ListNames, SweepBatch, axes_of, names_of
-from lowvram.config.settings import TRANSFORMS
+from lowvram.config.transforms import TRANSFORMS
 from lowvram.config.words import key
 from lowvram.results.row import Status
 from lowvram.results.terminal import tell

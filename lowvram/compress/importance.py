@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.config.settings import ImportanceKind
+from lowvram.config.transforms import ImportanceKind
 from lowvram.core.rig import Part, Rig
 from lowvram.models.widths import InnerWidth
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowvram.compress.importance import IMPORTANCES
 from lowvram.compress.transform import trained_model, trained_of, trained_tensors, transformed
 from lowvram.config.errors import require
-from lowvram.config.settings import PruneSettings
+from lowvram.config.transforms import PruneSettings
 from lowvram.core.rig import Part
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields

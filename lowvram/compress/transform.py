@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.registry import neutral_options
-from lowvram.config.settings import ExportFormat
+from lowvram.config.transforms import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import Rig

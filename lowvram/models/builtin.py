@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.core.mesh import tell
 from lowvram.core.probes.blocks import FoundBlocks
 from lowvram.core.probes.stated import BRANCHES, TAIL, Tail

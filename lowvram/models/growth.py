@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 
 TENSORS = ("weight", "bias")  # of a layer
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.core.probes.blocks import is_composed
 from lowvram.core.probes.fake_pass import fake_pass
 from lowvram.models.growth import TENSORS, Copied, Source, copied_tensors, sources, values_of

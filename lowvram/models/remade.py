@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.data.spec import DataSpec
 from lowvram.models.growth import Grown
 from lowvram.models.widths import Pruned

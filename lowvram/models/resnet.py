@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of

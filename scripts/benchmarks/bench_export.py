@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lowvram.config.settings import ExportFormat
+from lowvram.config.transforms import ExportFormat
 
 ROOT = Path(__file__).parents[2]
 QAT_FORMATS = {  # beside safetensors

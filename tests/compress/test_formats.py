@@ -20,7 +20,7 @@ from lowvram.compress.formats import onnx
 from lowvram.compress.formats.graph import traced
 from lowvram.compress.formats.weights import FewBits, distinct, fill, pack_pairs, unpack_pairs
 from lowvram.config.errors import BadInput, BadSample, Shortage
-from lowvram.config.settings import ExportFormat
+from lowvram.config.transforms import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
 from lowvram.knobs.adapter import NoAdapter

@@ -11,7 +11,7 @@ import torch
 
 from lowvram.compress.grow import Grow
 from lowvram.config.errors import BadInput, Incompatible
-from lowvram.config.settings import GrowSettings, GrowthKind
+from lowvram.config.transforms import GrowSettings, GrowthKind
 from lowvram.loops.export.folder import load
 from lowvram.loops.session import Session
 from lowvram.models import hf_depths

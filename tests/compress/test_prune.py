@@ -14,7 +14,7 @@ from lowvram.compress.importance import Wanda
 from lowvram.compress.prune import Prune
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import neutral_options, ready_options
-from lowvram.config.settings import ExportFormat, ImportanceKind, PruneSettings
+from lowvram.config.transforms import ExportFormat, ImportanceKind, PruneSettings
 from lowvram.core.assemble import assemble
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.knobs.precision.bf16_pure import to_bf16

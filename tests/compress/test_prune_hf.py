@@ -12,7 +12,7 @@ import torch
 
 from lowvram.compress.prune import Prune
 from lowvram.config.errors import BadInput
-from lowvram.config.settings import ImportanceKind
+from lowvram.config.transforms import ImportanceKind
 from lowvram.core.assemble import assemble
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality

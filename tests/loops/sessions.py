@@ -14,19 +14,21 @@ from torch import Tensor
 
 from lowvram.config.settings import (
     EvalSettings,
-    ExportFormat,
-    ExportSettings,
-    GrowSettings,
-    GrowthKind,
-    ImportanceKind,
     MeasureSettings,
     PlanSettings,
-    PruneSettings,
     RootSettings,
     SearchSettings,
     Settings,
     SnapshotSettings,
     TrainSettings,
+)
+from lowvram.config.transforms import (
+    ExportFormat,
+    ExportSettings,
+    GrowSettings,
+    GrowthKind,
+    ImportanceKind,
+    PruneSettings,
 )
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob

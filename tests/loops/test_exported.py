@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput, BadSample
-from lowvram.config.settings import ExportFormat
+from lowvram.config.transforms import ExportFormat
 from lowvram.loops import train
 from lowvram.loops.export import load
 from lowvram.loops.export.folder import file_bytes, format_of

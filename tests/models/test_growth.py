@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import BadInput
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.models.builtin import OwnModel
 from lowvram.models.growth import Source, sources, values_of
 from lowvram.models.remade import Trained

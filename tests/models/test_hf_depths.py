@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import BadInput
-from lowvram.config.settings import GrowthKind
+from lowvram.config.transforms import GrowthKind
 from lowvram.models import hf, hf_depths
 from lowvram.models.growth import Grown, Source, copied_tensors, values_of
 from lowvram.models.hf import HfConfig

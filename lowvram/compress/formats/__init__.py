@@ -12,7 +12,7 @@ from lowvram.compress.formats.onnx import Onnx
 from lowvram.compress.formats.pt2e import Pt2e
 from lowvram.compress.formats.weights import int4, int8, int8_dynamic
 from lowvram.compress.qat import GROUP
-from lowvram.config.settings import ExportFormat
+from lowvram.config.transforms import ExportFormat
 from lowvram.loops.export.format import Format
 
 # Told how many weights of a row share a scale in 4 bits; None: as many as usual.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput, BadSample, Incompatible, Shortage, require
-from lowvram.config.settings import ExportFormat
 from lowvram.config.texts import first_line
+from lowvram.config.transforms import ExportFormat
 from lowvram.core.assemble import bare_model
 from lowvram.core.troubles import disk_trouble, is_out_of_memory, thread_trouble
 from lowvram.loops.export import plain
