@@ -1,13 +1,16 @@
 """What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
 
-    scripts/python scripts/benchmarks/bench_knobs.py [rounds] [only=GROUP,GROUP] [to=FILE] [overrides]
+    scripts/python scripts/benchmarks/bench_knobs.py [rounds] [only=GROUP,GROUP=OPTION] [to=FILE] [overrides]
     scripts/python scripts/benchmarks/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4
+    scripts/python scripts/benchmarks/bench_knobs.py 1 only=sharding=zero1 to=docs/results/cpu/bench_knobs.jsonl
 
 Points of the command line, each in a fresh process. Every round goes through all options, with a baseline before and
 after each two of them; an option's step time is divided by the mean of the baselines around it, and the table has the
 median over rounds with its range. Bytes are of the last round (they repeat). The gradient error is relative to fp64 at
 the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU and on CUDA; options
 that the machine can't have are named with the reason.
+
+Some options have further rows, with other values of their fields (FURTHER).
 
 What was measured is kept in FILE (outputs/bench_knobs.jsonl), line by line, and not measured again: more rounds, or a
 new option, add to it. docs/knobs.md is made from docs/results/cpu/bench_knobs.jsonl, by scripts/pages/doc_tables.py.
@@ -21,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from lowvram.config.settings import settings
 from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts, choose_device
 from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import SameSize
 from lowvram.fidelity.worker import compared
@@ -46,10 +50,29 @@ ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE
 TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 CHOSEN = {("ckpt", "auto"): "ckpt.blocks=[0,1]"}  # by hand: a budget, on a CPU a limit of malloc's, costs time itself
+FURTHER = {
+    ("sharding", "fsdp"): [
+        ("sharding.ranks=4",),
+        ("sharding.ranks=4", "sharding.replicate=2"),
+        ("sharding.ranks=4", "sharding.reshard_after_forward=2"),
+    ]
+}
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
 WITHOUT_ERROR = ("optimizer", "allocator", "adapter", "depth", "sparsity")  # another model or update, no other numbers
 KEPT = ("peak_bytes", "process_peak_bytes", "by_kind", "by_kind_max")
 BASELINE = ""
+
+
+class Choice(NamedTuple):
+    """What a row is of: an option, with other values of some fields."""
+
+    group: str
+    option: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def knob(self) -> Knob:
+        return knob_of((self.group, self.option))
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,7 @@ class Bench:
     def model(self) -> str:
         return " ".join(self.words)
 
-    def round(self, options: Sequence[Option], number: int) -> None:
+    def round(self, options: Sequence[Choice], number: int) -> None:
         """Measures what the book lacks of it, with a baseline before and after each two options."""
         known = {line["option"] for line in self.book.lines(self.model) if line.get("round") == number}
         missing = [option for option in options if name_of(option) not in known]
@@ -96,18 +119,18 @@ class Bench:
                 self.book.add({**about, **figures})
             before = after
 
-    def gradients(self, options: Sequence[Option]) -> None:
+    def gradients(self, options: Sequence[Choice]) -> None:
         """The errors that the book lacks."""
         known = {line["option"] for line in self.book.lines(self.model) if "gradient_error" in line}
-        for option in (None, *(option for option in options if option[0] not in WITHOUT_ERROR)):
+        for option in (None, *(option for option in options if option.group not in WITHOUT_ERROR)):
             if name_of(option) not in known:
                 error = self.gradient_error(option)
                 self.book.add({"model": self.model, "option": name_of(option), "gradient_error": error})
 
-    def timed(self, option: Option | None) -> Row:
+    def timed(self, option: Choice | None) -> Row:
         return self.runs.run(name_of(option) or "baseline", [*TIMED, *self.words, *words_of(option)])
 
-    def gradient_error(self, option: Option | None) -> float | None:
+    def gradient_error(self, option: Choice | None) -> float | None:
         """Of the first step's gradients, relative to fp64 at the same weights."""
         row = self.runs.run(f"{name_of(option)}: gradients", [*ONE_STEP, *self.words, *words_of(option)])
         if row["status"] != Status.OK:
@@ -118,16 +141,23 @@ class Bench:
         return compared((found[name], wanted[name]) for name in wanted).gradient_error
 
 
-def name_of(option: Option | None) -> str:
-    return "=".join(option) if option else BASELINE
+def name_of(option: Choice | None) -> str:
+    return BASELINE if option is None else " ".join((f"{option.group}={option.option}", *option.fields))
 
 
-def words_of(option: Option | None) -> list[str]:
+def words_of(option: Choice | None) -> list[str]:
     """The option, with what it needs beside it."""
     if option is None:
         return []
-    needs, chosen = knob_of(option).needs(), [CHOSEN[option]] if option in CHOSEN else []
-    return ["=".join(option), *chosen, *(word for fact, word in COMPANIONS.items() if fact in needs)]
+    given = {word.partition("=")[0] for word in option.fields}
+    beside = [word for fact, word in COMPANIONS.items() if fact in option.knob.needs()]
+    chosen = CHOSEN.get((option.group, option.option))
+    return [
+        f"{option.group}={option.option}",
+        *([chosen] if chosen else []),
+        *option.fields,
+        *(word for word in beside if word.partition("=")[0] not in given),
+    ]
 
 
 def kept(row: Row) -> dict[str, Any]:
@@ -160,6 +190,17 @@ def as_double(batch: Part) -> Part:
     return replace(batch, inputs=batch.inputs.double() if batch.inputs.is_floating_point() else batch.inputs)
 
 
+def is_one_of(names: Sequence[str], option: Option) -> bool:
+    """Whether an option, or its group, is among the names; a neutral option is the baseline."""
+    is_neutral = neutral_options()[option[0]] == option[1]
+    return not is_neutral and (option[0] in names or "=".join(option) in names)
+
+
+def choices_of(option: Option) -> list[Choice]:
+    """The rows of an option."""
+    return [Choice(*option, fields) for fields in ((), *FURTHER.get(option, ()))]
+
+
 def main() -> None:
     given = sys.argv[1:]
     rounds = int(given.pop(0)) if given and given[0].isdigit() else 3
@@ -169,16 +210,16 @@ def main() -> None:
     groups, book = own["only"].split(","), Book(Path(own["to"]))
     models = [words] if any(word.startswith("model=") for word in words) else [[*model, *words] for model in MODELS]
     absent = absent_facts(choose_device("auto"))
-    options = [each for each in all_options() if each[0] in groups and each[1] != neutral_options()[each[0]]]
+    options = [each for each in all_options() if is_one_of(groups, each)]
     missing = {option: why for option in options if (why := why_not([option], absent))}
-    options = [option for option in options if option not in missing]
+    choices = [each for option in options if option not in missing for each in choices_of(option)]
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
         benches = [Bench(runs, book, model) for model in models]
         for number in range(1, rounds + 1):
             for bench in benches:
                 print(f"{bench.model}: round {number} of {rounds}", file=sys.stderr)
-                bench.round(options, number)
-                bench.gradients(options)
+                bench.round(choices, number)
+                bench.gradients(choices)
     for bench in benches:
         print(f"`{bench.model}`\n", *table(book.lines(bench.model)), "", sep="\n")
     for option, why in missing.items():

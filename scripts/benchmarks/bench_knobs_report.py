@@ -21,12 +21,12 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         if "found" in line:
             seen.setdefault(line["option"], []).append(line)
     errors = {line["option"]: line["gradient_error"] for line in lines if "gradient_error" in line}
-    options = [option for option in all_options() if "=".join(option) in seen]
+    names = [(option, name) for option in all_options() for name in seen if name.split()[0] == "=".join(option)]
     yield HEAD
-    if options:
-        yield baseline(seen["=".join(options[0])][-1]["plain"][0], error_text(errors.get("")))
-    for option in options:
-        yield row(option, seen["=".join(option)], error_text(errors.get("=".join(option))))
+    if names:
+        yield baseline(seen[names[0][1]][-1]["plain"][0], error_text(errors.get("")))
+    for option, name in names:
+        yield row(option, seen[name], error_text(errors.get(name)))
     yield ""
     ran = [line for each in seen.values() for line in each if line["found"]["status"] == Status.OK]
     yield f"({'; '.join(dict.fromkeys(map(machine, ran)))}; {rounds(seen)}.)"
