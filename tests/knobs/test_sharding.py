@@ -165,6 +165,21 @@ def test_four_ranks_train_like_one_process() -> None:
             assert max(errors(each, wanted)[what] for what in ("losses", "gradients", "buffers")) <= 1e-12, name
 
 
+@pytest.mark.slow
+def test_copies_whose_shards_are_gathered_by_fewer_ranks_in_the_backward_pass() -> None:
+    """Eight ranks: two copies of four shards, which two ranks keep between a block's forward and its backward pass."""
+    task, clipped = InDouble(PROBLEMS["transformer"]), {"accum": "x2", "stepping": CLIPPED}
+    wanted = train(task, knobs_of(**clipped), THREE)
+    sharding = FSDP(replicate=2, reshard_after_forward=2)
+    for found in on_ranks(train, task, knobs_of(**clipped, sharding=sharding), THREE, num_ranks=8):
+        assert [float(update.grad_norm) for update in found.updates] == pytest.approx(
+            [float(update.grad_norm) for update in wanted.updates], rel=1e-12
+        )
+        error = errors(found, wanted)
+        assert error["losses"] <= 1e-12
+        assert error["parameters"] <= 1e-10
+
+
 def test_gradients_are_summed_in_the_format_that_is_asked_for() -> None:
     """In bf16 each of the two is rounded once, and their sum once more."""
     task, sgd = InDouble(PROBLEMS["transformer"]), {"optimizer": "sgd"}

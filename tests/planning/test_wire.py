@@ -29,6 +29,12 @@ OPTIONS: dict[str, Knob] = {
     "gathered once": FSDP(reshard_after_forward=False),
     "summed once": FSDP(reduce_every_part=False),
 }
+COPIES: dict[str, Knob] = {
+    "hsdp": FSDP(replicate=2),
+    "gathered once": FSDP(replicate=2, reshard_after_forward=False),
+    "summed once": FSDP(replicate=2, reduce_every_part=False),
+    "of two": FSDP(reshard_after_forward=2),
+}
 
 
 def planned(knob: Knob, num_ranks: int, accum: str = "none") -> int:
@@ -50,7 +56,18 @@ def test_the_arithmetic_of_the_page() -> None:
             assert found == pytest.approx(expected * weights * 3 / 4, rel=0.02), (knob, accum)
 
 
-def sent_in_a_step(knobs: dict[str, Knob]) -> list[int]:
+@pytest.mark.medium
+def test_copies_send_their_shards_once_a_step() -> None:
+    """docs/sharding.md: two copies of two shards each. Weights and sums of gradients stay within a copy, in each part;
+    of its half each rank sends 2 (R - 1) / R once between the copies."""
+    weights = sum(each.numel() * each.itemsize for each in PROBLEMS["transformer"].make_model().parameters())
+    knob, between_copies = FSDP(replicate=2, reshard_after_forward=False), 2 * weights / 2 / 2
+    for accum, num_parts in (("none", 1), ("x2", 2)):
+        within_a_copy = num_parts * 2 * weights / 2
+        assert planned(knob, 4, accum) == pytest.approx(within_a_copy + between_copies, rel=0.02), accum
+
+
+def sent_in_a_step(knobs: dict[str, Knob], accum: str = "none") -> list[int]:
     """By real ranks, in the second step with each of the knobs."""
 
     class Counting(TorchDispatchMode):
@@ -63,7 +80,8 @@ def sent_in_a_step(knobs: dict[str, Knob]) -> list[int]:
 
     found: list[int] = []
     for knob in knobs.values():
-        rig, batch = assemble(PROBLEMS["transformer"], knobs_of(sharding=knob), CPU), my_slice(make_batch(TOKENS, 8))
+        rig = assemble(PROBLEMS["transformer"], knobs_of(sharding=knob, accum=accum), CPU)
+        batch = my_slice(make_batch(TOKENS, 8))
         step(rig, batch)
         with Counting() as counting:
             step(rig, batch)
@@ -76,6 +94,16 @@ def sent_in_a_step(knobs: dict[str, Knob]) -> list[int]:
 def test_ranks_send_what_was_planned(name: str) -> None:
     (found,), _ = on_ranks(sent_in_a_step, {name: OPTIONS[name]})
     assert found == pytest.approx(planned(OPTIONS[name], 2), abs=CONTROL_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accum", ["none", "x2"])
+def test_four_ranks_send_what_was_planned(accum: str) -> None:
+    """In copies, or with shards that fewer ranks keep between the passes."""
+    expected = [planned(knob, 4, accum) for knob in COPIES.values()]
+    for found in on_ranks(sent_in_a_step, COPIES, accum, num_ranks=4):
+        for name, sent, wanted in zip(COPIES, found, expected, strict=True):
+            assert sent == pytest.approx(wanted, abs=2 * CONTROL_BYTES), name
 
 
 def test_a_link_is_busy_as_long_as_its_rate_says() -> None:
