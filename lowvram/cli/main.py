@@ -32,7 +32,7 @@ from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.launcher import note_token
 from lowvram.launch.stop import stop_signals
-from lowvram.launch.torchrun import aside, end_with_agent, launch_from
+from lowvram.launch.torchrun import aside, end_with_agent, is_ended_with_first, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs
 
@@ -54,7 +54,7 @@ def main() -> None:
         call = Call(progress_for(sys.stdout))
         with last_resort.watching():
             code = run_call(call, sys.argv[1:], folder, wants_traceback)
-            if code and folder is not None:
+            if code and launch is not None and not launch.records and is_ended_with_first(launch):
                 linger()
     for ending in call.endings.values():
         if ending.error is not None:
@@ -179,7 +179,7 @@ def secrets_hidden(words: list[str]) -> Iterator[None]:
 
 
 def linger() -> None:
-    """torchrun ends all programs once one has failed: wait, so that the one that records the reason fails first."""
+    """Who started the programs ends all once one fails: wait, so that the one that records the reason fails first."""
     deadline = time.monotonic() + LINGER_S
     while not stop_signals() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -29,6 +29,11 @@ class Launch:
         """Whether this program writes the results; only rank 0's does."""
         return self.rank == 0
 
+    @property
+    def is_beside_first(self) -> bool:
+        """Whether rank 0 is on this machine. torchrun numbers the ranks of a machine one after another."""
+        return self.rank == self.local_rank
+
 
 def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """The rank that torchrun gave this program; None if torchrun didn't start it."""
@@ -43,6 +48,12 @@ def end_with_agent(environment: Mapping[str, str] = os.environ) -> None:
     that wait for it, to nobody."""
     if AGENT in environment:
         stop_with_parent()
+
+
+def is_ended_with_first(launch: Launch, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether whoever started this program may end rank 0's when this one fails: an agent of torchrun does so on its
+    own machine, Slurm's srun on all of them."""
+    return launch.is_beside_first or AGENT not in environment
 
 
 @contextmanager

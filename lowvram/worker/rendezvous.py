@@ -32,7 +32,7 @@ from lowvram.launch.torchrun import Launch
 T = TypeVar("T")
 THREADS = "OMP_NUM_THREADS"
 SLOW_S = 1.0  # by which an answer may be late
-CAUSE_S = 5.0  # how long a rank that has failed asks which one failed first
+CAUSE_S = 1.0  # how long a rank that has failed asks which one failed first: a store answers at once, or is lost
 LOOK_S = 0.005  # how often a waiting rank polls the store; it sleeps in between, so that signals get through
 
 

@@ -21,7 +21,7 @@ NAMES = [f"lowvram{os.getpid()}{side}" for side in "ab"]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 WORDS = ("debug=measure", "logger=none", "mode=train", "sharding=ddp", "sharding.timeout_s=10", "device=cpu")
 Agents = Callable[..., list[subprocess.Popen[bytes]]]
-GRACE_S = 40.0  # the ranks' time limit, the time in which rank 0 may tell why, and a busy machine
+GRACE_S = 30.0  # the ranks' time limit, the time in which rank 0 may tell why, and a busy machine: 15 s on an idle one
 
 
 def ip(*words: str) -> str:

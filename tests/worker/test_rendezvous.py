@@ -12,7 +12,7 @@ from lowvram.config.errors import BadInput
 from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.launch.native_log import native_log
 from lowvram.launch.spec import PointSpec
-from lowvram.launch.torchrun import Launch, aside, launch_from
+from lowvram.launch.torchrun import AGENT, Launch, aside, is_ended_with_first, launch_from
 from lowvram.loops.setup import Sharding, check_cards, wanted_ranks
 from lowvram.worker.rendezvous import Rendezvous
 from tests.laboratory import CPU
@@ -92,6 +92,16 @@ def test_torchrun_s_words_are_understood() -> None:
     assert launch_from({**LAUNCH, "LOCAL_WORLD_SIZE": "2"}) == Launch(3, 4, 1, 2)
     assert launch_from(LAUNCH) == Launch(3, 4, 1, 4)
     assert launch_from({name: value for name, value in LAUNCH.items() if name != "LOCAL_RANK"}) is None
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [(1, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize("environment", [{AGENT: "none"}, {}])
+def test_a_rank_that_fails_waits_for_rank_0_where_its_own_end_may_end_rank_0(
+    rank: int, local_rank: int, environment: dict[str, str]
+) -> None:
+    """Two machines with two ranks each: an agent of torchrun ends its own machine's, srun ends all."""
+    is_beside_rank_0 = rank < 2
+    assert is_ended_with_first(Launch(rank, 4, local_rank, 2), environment) == (is_beside_rank_0 or not environment)
 
 
 def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
