@@ -1,6 +1,6 @@
 """What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
 
-    scripts/python scripts/benchmarks/bench_knobs.py [rounds] [only=GROUP,GROUP=OPTION] [to=FILE] [overrides]
+    scripts/python scripts/benchmarks/bench_knobs.py [rounds] [only=GROUP,GROUP=OPTION] [to=FILE] [times=no] [overrides]
     scripts/python scripts/benchmarks/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4
     scripts/python scripts/benchmarks/bench_knobs.py 1 only=sharding=zero1 to=docs/results/cpu/bench_knobs.jsonl
 
@@ -10,7 +10,8 @@ median over rounds with its range. Bytes are of the last round (they repeat). Th
 the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU and on CUDA; options
 that the machine can't have are named with the reason.
 
-Some options have further rows, with other values of their fields (FURTHER).
+Some options have further rows, with other values of their fields (FURTHER). times=no is for a machine that does other
+work meanwhile: bytes and errors are as ever, and no times are kept; a later round may bring them.
 
 What was measured is kept in FILE (outputs/bench_knobs.jsonl), line by line, and not measured again: more rounds, or a
 new option, add to it. docs/knobs.md is made from docs/results/cpu/bench_knobs.jsonl, by scripts/pages/doc_tables.py.
@@ -99,6 +100,7 @@ class Bench:
     runs: Runs
     book: Book
     words: list[str]
+    has_times: bool = True  # whether the machine does nothing else
 
     @property
     def model(self) -> str:
@@ -108,14 +110,14 @@ class Bench:
         """Measures what the book lacks of it, with a baseline before and after each two options."""
         known = {line["option"] for line in self.book.lines(self.model) if line.get("round") == number}
         missing = [option for option in options if name_of(option) not in known]
-        before = kept(self.timed(None)) if missing else {}
+        before = self.kept(self.timed(None)) if missing else {}
         for start in range(0, len(missing), 2):
             pair = missing[start : start + 2]
             rows = [self.timed(option) for option in pair]
-            after = kept(self.timed(None))
+            after = self.kept(self.timed(None))
             for option, row in zip(pair, rows, strict=True):
                 about = {"model": self.model, "option": name_of(option), "words": " ".join(words_of(option))}
-                figures = {"round": number, "found": kept(row), "plain": [before, after], "machine": machine(row)}
+                figures = {"round": number, "found": self.kept(row), "plain": [before, after], "machine": machine(row)}
                 self.book.add({**about, **figures})
             before = after
 
@@ -126,6 +128,12 @@ class Bench:
             if name_of(option) not in known:
                 error = self.gradient_error(option)
                 self.book.add({"model": self.model, "option": name_of(option), "gradient_error": error})
+
+    def kept(self, row: Row) -> dict[str, Any]:
+        """What the table needs of a row."""
+        memory = {key: row["memory"][key] for key in KEPT}
+        step_ms = row["time"]["step_ms_p50"] if self.has_times else None
+        return {"status": row["status"], "reason": row["reason"], "step_ms": step_ms, **memory}
 
     def timed(self, option: Choice | None) -> Row:
         return self.runs.run(name_of(option) or "baseline", [*TIMED, *self.words, *words_of(option)])
@@ -158,12 +166,6 @@ def words_of(option: Choice | None) -> list[str]:
         *option.fields,
         *(word for word in beside if word.partition("=")[0] not in given),
     ]
-
-
-def kept(row: Row) -> dict[str, Any]:
-    """What the table needs of a row."""
-    memory = {key: row["memory"][key] for key in KEPT}
-    return {"status": row["status"], "reason": row["reason"], "step_ms": row["time"]["step_ms_p50"], **memory}
 
 
 def machine(row: Row) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def choices_of(option: Option) -> list[Choice]:
 def main() -> None:
     given = sys.argv[1:]
     rounds = int(given.pop(0)) if given and given[0].isdigit() else 3
-    own = {"only": ",".join(neutral_options()), "to": "outputs/bench_knobs.jsonl"}
+    own = {"only": ",".join(neutral_options()), "to": "outputs/bench_knobs.jsonl", "times": "yes"}
     own |= {key: value for key, _, value in (word.partition("=") for word in given) if key in own}
     words = [word for word in given if word.partition("=")[0] not in own]
     groups, book = own["only"].split(","), Book(Path(own["to"]))
@@ -214,7 +216,7 @@ def main() -> None:
     missing = {option: why for option in options if (why := why_not([option], absent))}
     choices = [each for option in options if option not in missing for each in choices_of(option)]
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
-        benches = [Bench(runs, book, model) for model in models]
+        benches = [Bench(runs, book, model, own["times"] != "no") for model in models]
         for number in range(1, rounds + 1):
             for bench in benches:
                 print(f"{bench.model}: round {number} of {rounds}", file=sys.stderr)

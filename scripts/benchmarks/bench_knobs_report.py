@@ -55,12 +55,14 @@ def memory(option: Option, found: Line, plain: Line) -> str:
 
 
 def time(seen: Sequence[Line]) -> str:
-    """The step's, over the mean of the baselines before and after it: median and range over rounds."""
+    """The step's, over the mean of the baselines before and after it: median and range over rounds with times."""
     ratios = [
         line["found"]["step_ms"] / statistics.mean(plain["step_ms"] for plain in line["plain"])
         for line in seen
-        if line["found"]["status"] == Status.OK
+        if line["found"]["status"] == Status.OK and line["found"]["step_ms"] is not None
     ]
+    if not ratios:
+        return "–"
     spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
     return f"{statistics.median(ratios):.2f}{spread}"
 

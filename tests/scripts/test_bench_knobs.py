@@ -94,7 +94,7 @@ def test_an_option_with_other_values_has_rows_of_its_own_below_its_own(tmp_path:
 def complete(lines: list[Any]) -> list[Any]:
     """Lines with the figures that points would have had."""
     figures = {"peak_bytes": 1, "process_peak_bytes": 1, "by_kind": {"other": 0}}
-    figures |= {"by_kind_max": {"optimizer": 1, "parameters": 1}}
+    figures |= {"by_kind_max": {"optimizer": 1, "parameters": 1, "activations": 1}}
     return [
         line | {"found": line["found"] | figures, "plain": [plain | figures for plain in line["plain"]]}
         for line in lines
@@ -107,3 +107,20 @@ def complete(lines: list[Any]) -> list[Any]:
 def test_rows_are_chosen_by_group_or_by_option(names: list[str], is_there: bool) -> None:
     assert is_one_of(names, ("sharding", "fsdp")) == is_there
     assert not is_one_of(names, ("sharding", "none"))
+
+
+def test_beside_other_work_no_times_are_kept(tmp_path: Path, asked: list[str]) -> None:
+    """A later round brings them."""
+    book, words = Book(tmp_path / "kept.jsonl"), ["model=tiny"]
+    Bench(Runs(tmp_path), book, words, has_times=False).round([EVERY1], 1)
+    assert [time_of(line) for line in rows_of(book)] == ["–"]
+    Bench(Runs(tmp_path), book, words).round([EVERY1], 2)
+    assert [time_of(line) for line in rows_of(book)] == ["1.00"]
+
+
+def rows_of(book: Book) -> list[str]:
+    return [line for line in bench_knobs_report.table(complete(book.lines("model=tiny"))) if "`ckpt" in line]
+
+
+def time_of(line: str) -> str:
+    return line.split(" | ")[-2]
