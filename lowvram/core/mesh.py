@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.compat.torch_modes import without_dispatch_modes
 
 T = TypeVar("T")
@@ -124,5 +123,5 @@ def device_mesh(device: torch.device, num_copies: int = 1) -> DeviceMesh:
     last dimension, and each index of the first has a copy. With one copy the mesh is (size,)."""
     num_shards = data_ranks().size // num_copies
     shape, names = ((num_shards,), (SHARD,)) if num_copies == 1 else ((num_copies, num_shards), (REPLICATE, SHARD))
-    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
+    with without_dispatch_modes():  # in a plan, too, a mesh's tensors have values, which it reads, and are the host's
         return init_device_mesh(device.type, shape, mesh_dim_names=names)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-from lowvram.compat.torch_fake import without_fake_mode
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core import host
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
@@ -93,7 +93,7 @@ def shard_on_host(
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:
     """The mesh that FSDP2 needs, over a process group of this process alone."""
-    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
+    with without_dispatch_modes():  # in a plan, too, a mesh's tensors have values, which it reads, and are the host's
         if not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

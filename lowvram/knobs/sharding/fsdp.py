@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lowvram.compat.torch_distributed import DefaultAllGather, meshes_made_inside
-from lowvram.compat.torch_fake import without_fake_mode
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
@@ -84,7 +84,7 @@ class FSDP(DataParallel):
         accept_views()
         make_contiguous(rig.model)
         policy = MixedPrecisionPolicy(reduce_dtype=FORMATS.get(self.reduce or ""), cast_forward_inputs=False)
-        with meshes_made_inside(without_fake_mode):
+        with meshes_made_inside(without_dispatch_modes):
             for block in rig.structure.blocks:
                 rig.shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         # Weights outside blocks: they stay gathered until the backward pass.

@@ -26,6 +26,7 @@ from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
 from lowvram.knobs.optimizer import External
+from lowvram.knobs.sharding import FSDP
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
@@ -214,6 +215,7 @@ SHARDED: list[dict[str, str | Knob]] = [
     {"sharding": "fsdp", "ckpt": "every1", "accum": "x2"},
     {"sharding": "fsdp", "stepping": "cpu_offload"},
     {"sharding": "fsdp", "offload": "parameters", "accum": "x2"},
+    {"sharding": "zero1", "accum": "x2"},
 ]
 
 
@@ -234,6 +236,24 @@ def test_a_rank_alone_on_paper_is_one_among_real_ones(choices: dict[str, str | K
     assert paper.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.HOST):
         assert paper.by_kind_max[kind] == pytest.approx(real.by_kind_max[kind], rel=0.01, abs=1024), kind
+
+
+MESHES: list[dict[str, str | Knob]] = [
+    {"sharding": "zero1"},
+    {"sharding": "fsdp"},
+    {"sharding": FSDP(replicate=2)},
+    {"sharding": FSDP(reshard_after_forward=2)},
+    {"sharding": "fsdp", "offload": "parameters"},
+    {"offload": "parameters"},
+]
+
+
+@pytest.mark.parametrize("choices", MESHES, ids=str)
+def test_a_mesh_of_ranks_takes_nothing_of_a_device(choices: dict[str, str | Knob]) -> None:
+    """torch keeps its table of ranks on the host. 512 bytes more were planned for each mesh."""
+    num_ranks = 4 if "sharding" in choices else 1
+    planned = trace(PROBLEMS["transformer"], knobs_of(**choices), 8, Target(num_ranks=num_ranks))
+    assert "arange" not in {storage.maker for storage in planned.largest(1000, is_steady=True)}
 
 
 class Asking(nn.Module):
