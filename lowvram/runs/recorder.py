@@ -23,7 +23,7 @@ from lowvram.launch.stop import StopConditions
 from lowvram.results import metric_lines
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
-from lowvram.results.files.durable import remove_leftovers, write_bytes
+from lowvram.results.files.durable import remove_files, remove_leftovers, write_bytes
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
@@ -189,6 +189,8 @@ class Recording:
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and not has_begun:
             if self._earlier is not None:
                 self._earlier.put_back()
+            if not has_row:  # it may be that of a rank that was asked to stop as another one was refused
+                remove_files([self.point.folder / rows.FILE_NAME])
             return self.row  # nothing ran, so nothing is kept
         self._advise()
         if self._earlier is not None and self._earlier.stays(self.row):
