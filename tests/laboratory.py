@@ -338,7 +338,7 @@ class Watched(Knob):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:  # a parameter that rests in this step has none
-                    self.gradients.setdefault(parameter, []).append(whole(parameter.grad).clone())
+                    self.gradients.setdefault(parameter, []).append(whole(parameter.grad, parameter).clone())
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -109,6 +110,16 @@ def pretend_ranks(num_ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of ranks that DTensor's collectives are given by its name.
+
+    torch.distributed.distributed_c10d._resolve_process_group, since 2.1. Replaced by a public function, if torch makes
+    one.
+    """
+    module: Any = distributed_c10d
+    return module._resolve_process_group(name)
 
 
 @contextmanager

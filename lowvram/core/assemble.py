@@ -17,9 +17,10 @@ from lowvram.core.copies import lend_gradients, real_views
 from lowvram.core.device import absent_facts
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts
+from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts, ranks_in_row
+from lowvram.core.layouts import update_by_layout
 from lowvram.core.ledger import announce
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import all_ranks, lay_out
 from lowvram.core.misfits import with_reasons
 from lowvram.core.probes.compilable import CompileObstacles
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
@@ -57,8 +58,12 @@ def assemble(
     known = task.structure(rig.model)
     check_conflicts(known, knobs, absent_facts(device, all_ranks().size) if absent is None else absent)
     check_compilable(known, knobs)
+    lay_out(device, ranks_in_row(knobs.values(), all_ranks().size))
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
+        if stage is Stage.PARTITION:
+            for knob in knobs.values():
+                knob.partition(rig)
         if stage is Stage.BUILD:
             check_something_trains(rig.model)
             check_updates(rig.model, device)
@@ -96,6 +101,7 @@ def with_hooks(make: MakeOptimizer) -> MakeOptimizer:
         updated = [views.get(parameter, parameter) for parameter in parameters]
         optimizer = make(updated)
         add_hooks(optimizer, updated)
+        update_by_layout(optimizer, updated)
         if views:
             lend_gradients(optimizer, views)
         return optimizer

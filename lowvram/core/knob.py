@@ -21,6 +21,7 @@ class Stage(Enum):
 
     PROCESS = auto()  # the process itself, before the device is touched
     BUILD = auto()  # the model, still without memory
+    PARTITION = auto()  # its layers are split over ranks: see `Knob.partition`
     CHECKPOINT = auto()
     COMPILE = auto()
     PLACE = auto()  # on which side of the bus weights are kept
@@ -36,6 +37,7 @@ class Stage(Enum):
 WRITES: dict[Stage, frozenset[str]] = {
     Stage.PROCESS: frozenset({"finish"}),
     Stage.BUILD: frozenset({"task", "model", "criterion", "eval_means", "rounding", "over_time"}),
+    Stage.PARTITION: frozenset(),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.PLACE: frozenset({"shard", "sync"}),
@@ -144,6 +146,16 @@ class Knob(ABC):
         None: it doesn't matter to an export."""
         return None
 
+    def ranks_in_row(self, num_ranks: int) -> int:
+        """Over how many ranks it has layers split, if the point has `num_ranks`: these compute the same samples. Raises
+        BadInput for a number that doesn't divide them."""
+        del num_ranks
+        return 1
+
+    def partition(self, rig: Rig) -> None:
+        """Split the model's layers over the ranks of a row, in place, at stage PARTITION, whatever its own stage."""
+        del rig
+
     @abstractmethod
     def apply(self, rig: Rig) -> Rig:
         """The next rig. May write only the fields of its stage (`WRITES`)."""
@@ -186,6 +198,11 @@ def model_facts(knobs: Iterable[Knob]) -> frozenset[ModelFact]:
 def weights_per_scale(knobs: Iterable[Knob]) -> int | None:
     """As `Knob.weights_per_scale`, of all knobs of a point."""
     return next(filter(None, (knob.weights_per_scale() for knob in knobs)), None)
+
+
+def ranks_in_row(knobs: Iterable[Knob], num_ranks: int) -> int:
+    """As `Knob.ranks_in_row`, of all knobs of a point."""
+    return max((knob.ranks_in_row(num_ranks) for knob in knobs), default=1)
 
 
 def is_compiled(knobs: Iterable[Knob]) -> bool:

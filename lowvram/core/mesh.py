@@ -1,5 +1,5 @@
-"""The ranks of a point, as the groups that do something together: all ranks, those with samples of their own, and those
-that hold the shards of a tensor. Today these are one group; code names the one that it means."""
+"""The ranks of a point, as the groups that do something together: all ranks, those with samples of their own, those
+that split layers among them, those that hold the shards of a tensor. Code names the one that it means."""
 
 from __future__ import annotations
 
@@ -98,9 +98,60 @@ def all_ranks() -> Ranks:
     return Ranks()
 
 
+@final
+@dataclass(frozen=True)
+class Layout:
+    """All ranks in rows: those of a row split layers among them and compute the same samples.
+
+    Args:
+        world: torch's group of all ranks, for which it was made.
+        mesh: (rows, ranks of a row).
+    """
+
+    world: Any
+    mesh: DeviceMesh
+
+
+_laid_out: list[Layout] = []  # as torch's own group of all ranks, of which a process has one at a time
+
+
+def lay_out(device: torch.device, num_in_row: int) -> None:
+    """Put all ranks into rows of `num_in_row`, for as long as this process is one of them. A collective, unless they
+    are in such rows."""
+    row = tensor_mesh()
+    if num_in_row == (1 if row is None else row.size()):
+        return
+    _laid_out.clear()
+    if num_in_row > 1:
+        shape = (all_ranks().size // num_in_row, num_in_row)
+        with without_dispatch_modes():
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, TENSOR))
+        _laid_out.append(Layout(dist.group.WORLD, mesh))
+
+
+def layout() -> Layout | None:
+    """How all ranks are laid out; None if each is a row of its own."""
+    is_valid = bool(_laid_out) and has_process_group() and _laid_out[0].world is dist.group.WORLD
+    return _laid_out[0] if is_valid else None
+
+
+def tensor_mesh() -> DeviceMesh | None:
+    """This rank's row, over which layers are split; None if they aren't."""
+    laid_out = layout()
+    return None if laid_out is None else laid_out.mesh[TENSOR]
+
+
+def row_ranks() -> Ranks | None:
+    """This rank's row, whose ranks compute the same samples; None if it is alone."""
+    row = tensor_mesh()
+    return None if row is None else Ranks(row.get_group())
+
+
 def data_ranks() -> Ranks:
-    """The ranks that share out the samples of a logical batch: each computes a slice."""
-    return Ranks()
+    """The ranks that share out the samples of a logical batch: each computes a slice. Where layers are split, they are
+    those at this rank's place in each row."""
+    laid_out = layout()
+    return Ranks() if laid_out is None else Ranks(laid_out.mesh.get_group(DATA))
 
 
 def tell(line: str) -> None:
@@ -116,11 +167,15 @@ def tell_once(line: str) -> None:
 
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"  # the dimensions of meshes of data ranks, called as in torchtitan
+DATA, TENSOR = "dp", "tp"  # those of all ranks
 
 
 def device_mesh(device: torch.device, num_copies: int = 1) -> DeviceMesh:
     """The data ranks as torch's mesh (num_copies, size / num_copies) of such devices: weights can be sharded over its
-    last dimension, and each index of the first has a copy. With one copy the mesh is (size,)."""
+    last dimension, and each index of the first has a copy. With one copy the mesh is (size,). Where layers are split,
+    too, it is part of the mesh of all ranks, as FSDP2 wants it."""
+    if (laid_out := layout()) is not None:
+        return laid_out.mesh[DATA]
     num_shards = data_ranks().size // num_copies
     shape, names = ((num_shards,), (SHARD,)) if num_copies == 1 else ((num_copies, num_shards), (REPLICATE, SHARD))
     with without_dispatch_modes():  # in a plan, too, a mesh's tensors have values, which it reads, and are the host's

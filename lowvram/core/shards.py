@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from lowvram.compat.torch_distributed import all_gather
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
@@ -20,15 +20,62 @@ T = TypeVar("T")
 Groups = tuple[dist.ProcessGroup, ...]
 
 
+ROW_ORDER = "lowvram_row_order"  # an attribute of sharded tensors
+
+
+def set_row_order(tensor: Tensor, order: Tensor | None) -> None:
+    """Note in which order a sharded tensor has the rows of the whole one, so that each rank has the rows that it needs.
+    None: in their own order.
+
+    Args:
+        order: indices of the whole's rows (or, of a tensor that is split in its second dimension, columns).
+    """
+    if order is not None:
+        setattr(tensor, ROW_ORDER, order)
+
+
+def row_orders(model: nn.Module) -> dict[str, Tensor | None]:
+    """See `row_order`, of each parameter."""
+    return {name: row_order(parameter) for name, parameter in model.named_parameters()}
+
+
+def row_order(tensor: Tensor) -> Tensor | None:
+    """See `set_row_order`."""
+    return getattr(tensor, ROW_ORDER, None)
+
+
+def reordered(whole: Tensor, order: Tensor | None, like: DTensor) -> Tensor:
+    """A whole tensor whose rows stand in this order, in the dimension in which the last dimension of its mesh splits
+    `like`, if it does."""
+    place = like.placements[-1]
+    return whole if order is None or not splits(place) else whole.index_select(dim_of(place), order.to(whole.device))
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached. For a sharded one this is a collective: all ranks must call it."""
-    tensor = on_mesh(tensor.detach())
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The whole tensor, detached. For a sharded one this is a collective: all ranks must call it.
+
+    Args:
+        like: of a gradient, its parameter, in whose order its rows are; None: this is noted at the tensor itself.
+    """
+    order, tensor = row_order(tensor if like is None else like), on_mesh(tensor.detach())
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return in_own_order(tensor.full_tensor(), tensor, order)
+
+
+def in_own_order(whole: Tensor, like: DTensor, order: Tensor | None = None) -> Tensor:
+    """A tensor that was joined from the shards of `like`, with its rows in the order of the whole one.
+
+    Args:
+        order: of its rows now; None: that of `like`.
+    """
+    order = row_order(like) if order is None else order
+    return whole if order is None else reordered(whole, order.argsort(), like)
 
 
 def on_mesh(tensor: Tensor) -> Tensor:
@@ -52,21 +99,33 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
     """
     if not isinstance(like, DTensor):
         return whole
-    device = local(like).device if device is None else device
+    device, order = local(like).device if device is None else device, row_order(like)
     if whole.shape != like.shape:
         places = [place if is_split(whole, like, place) else Replicate() for place in like.placements]
         like = distribute_tensor(whole, like.device_mesh, places, src_data_rank=None)
     # Before the tensor is distributed, which holds more copies for a moment.
     value = torch.empty_like(like, dtype=whole.dtype, device=device)
     if not isinstance(whole, DTensor):
+        whole = reordered(whole, order, like)
         whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     local(value).copy_(local(whole))
     return value
 
 
+def splits(place: Placement) -> bool:
+    """Whether a dimension of a mesh splits a tensor that has this placement there. FSDP2 has a class of its own for
+    what is split twice in one dimension."""
+    return not isinstance(place, Replicate)
+
+
 def is_split(whole: Tensor, like: Tensor, place: Placement) -> bool:
     """Whether a whole tensor has the length of `like` in the dimension that this placement of `like` splits."""
-    return isinstance(place, Shard) and whole.shape[place.dim] == like.shape[place.dim]
+    return splits(place) and whole.shape[dim_of(place)] == like.shape[dim_of(place)]
+
+
+def dim_of(place: Any) -> int:
+    """The dimension of a tensor that a placement splits."""
+    return place.dim
 
 
 KEPT_APART = "lowvram_kept_apart"  # an attribute of sharded tensors
@@ -89,23 +148,37 @@ def is_unevenly_split(tensor: Tensor) -> bool:
     """Whether some ranks have fewer rows of a tensor than others."""
     if not isinstance(tensor, DTensor):
         return False
-    splits = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return any(isinstance(place, Shard) and tensor.shape[place.dim] % size for place, size in splits)
+    places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(splits(place) and tensor.shape[dim_of(place)] % size for place, size in places)
 
 
-def split_dimension(tensor: DTensor) -> int:
-    """The dimension of the mesh over which a tensor is split; the others hold copies."""
-    (dimension,) = (number for number, place in enumerate(tensor.placements) if isinstance(place, Shard))
-    return dimension
+def split_dimensions(tensor: DTensor) -> list[int]:
+    """The dimensions of the mesh over which a tensor is split; the others hold copies."""
+    return [number for number, place in enumerate(tensor.placements) if splits(place)]
+
+
+def place_of_own(tensor: DTensor) -> tuple[int, int]:
+    """Which of all shards of a tensor, in the order of `all_shards`, is this rank's; and how many there are."""
+    mesh, place, number = tensor.device_mesh, 0, 1
+    for dim in split_dimensions(tensor):
+        place, number = place * mesh.size(dim) + mesh.get_local_rank(dim), number * mesh.size(dim)
+    return place, number
 
 
 def all_shards(tensor: DTensor) -> list[Tensor]:
     """The shards of all ranks, which may be tensors made of others, and of other kinds on other ranks. A collective:
     all ranks must call it. Each rank holds all of them for a moment."""
-    mesh, own = tensor.device_mesh, local(tensor.detach())
-    group, size = mesh.get_group(split_dimension(tensor)), mesh.size(split_dimension(tensor))
+    mesh, shards = tensor.device_mesh, [local(tensor.detach())]
+    for dim in split_dimensions(tensor):
+        group, size = mesh.get_group(dim), mesh.size(dim)
+        shards = [each for shard in shards for each in all_of(shard, group, size, mesh.device_type)]
+    return shards
+
+
+def all_of(own: Tensor, group: dist.ProcessGroup, size: int, device_type: str) -> list[Tensor]:
+    """The tensors that the ranks of a group have, as for `all_shards`."""
     parts, how = taken_apart(own)
-    data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).to(mesh.device_type)
+    data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).to(device_type)
     found: list[Any] = [None] * size
     dist.all_gather_object(found, (len(data), how), group)
     most = max(num_bytes for num_bytes, _ in found)
@@ -142,17 +215,24 @@ def reshard(model: nn.Module) -> None:
 
 
 def joined(shards: Sequence[Tensor], like: DTensor) -> Tensor:
-    """The whole of a tensor that is laid out as `like` is, given the local shard of each rank. At most one dimension of
-    the mesh splits it."""
-    pieces, dims = distinct(shards, like), [place.dim for place in like.placements if isinstance(place, Shard)]
-    return torch.cat(pieces, dims[0]) if dims else pieces[0]
+    """The whole of a tensor that is laid out as `like` is, given the local shard of each rank."""
+
+    def join(ranks: Tensor, places: Sequence[Placement]) -> Tensor:
+        if not places:
+            return shards[int(ranks)]
+        *first, last = places  # the last dimension of a mesh splits a tensor first
+        if not splits(last):
+            return join(ranks.select(-1, 0), first)
+        return torch.cat([join(each, first) for each in ranks.unbind(-1)], dim_of(last))
+
+    return join(like.device_mesh.mesh, like.placements)
 
 
 def distinct(shards: Sequence[T], like: DTensor) -> list[T]:
     """What the ranks have of a tensor that is laid out as `like` is, in order and without copies."""
     ranks = like.device_mesh.mesh
     for number, place in reversed(list(enumerate(like.placements))):
-        if not isinstance(place, Shard):
+        if not splits(place):
             ranks = ranks.select(number, 0)
     return [shards[rank] for rank in ranks.flatten().tolist()]
 
@@ -240,6 +320,12 @@ def groups_of(tensor: Tensor) -> Groups:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds only a part of a tensor."""
     return bool(groups_of(tensor))
+
+
+def is_sharded_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are sharded over the same ranks, in the same dimension."""
+    layouts = {(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors}
+    return len(layouts) == 1 and None not in layouts
 
 
 def in_order(by_groups: dict[Groups, list[T]]) -> list[tuple[Groups, list[T]]]:

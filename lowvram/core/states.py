@@ -31,6 +31,8 @@ from lowvram.core.shards import (
     local,
     placed,
     reshard,
+    row_order,
+    set_row_order,
     taken_apart,
     whole,
 )
@@ -220,6 +222,7 @@ def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
     keep_own_settings(optimizer)
     if any(map(is_sharded, parameters)):
         optimizer.register_load_state_dict_pre_hook(_placed_state)
+        optimizer.register_state_dict_post_hook(_note_order)
     if any(map(host.holds, parameters)):
         optimizer.register_step_post_hook(_mark_state)
     if all(map(host.holds, parameters)):
@@ -286,6 +289,15 @@ def _mark_state(optimizer: Optimizer, *_: Any) -> None:
             for value in state.values():
                 if isinstance(value, Tensor) and not host.holds(value):
                     host.mark(value)
+
+
+def _note_order(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Note at the saved state of a parameter that its rows stand in the parameter's order."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            for value in state["state"].get(key, {}).values():
+                if isinstance(value, DTensor) and value.ndim == parameter.ndim:
+                    set_row_order(value, row_order(parameter))
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

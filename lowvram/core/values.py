@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.references import aliases, replace_tensors
-from lowvram.core.shards import local, placed
+from lowvram.core.shards import local, placed, row_order, set_row_order
 from lowvram.core.shared_memory import laid_out_as, sharing
 
 # Called with the dotted name of a parameter or buffer and its tensor; writes the initial value into it. A fill that
@@ -103,7 +103,9 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
         local(value).copy_(local(in_pageable))
     elif host.is_assigned(tensor):
         host.mark(value)
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    set_row_order(value, row_order(tensor))
+    return value
 
 
 def fill_nothing(name: str, tensor: Tensor) -> None:

@@ -54,7 +54,7 @@ class KeepGradients(Knob):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                gradient = whole(parameter.grad)  # a collective, so on all ranks
+                gradient = whole(parameter.grad, parameter)  # a collective, so on all ranks
                 if all_ranks().is_first:
                     self.gradients[original(parameter)] = gradient.to("cpu", torch.float32, copy=True)
 

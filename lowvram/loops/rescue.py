@@ -24,7 +24,7 @@ from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core import generators
 from lowvram.core.mesh import all_ranks
-from lowvram.core.shards import SHARDS, distinct, is_kept_apart, joined, local, reshard
+from lowvram.core.shards import SHARDS, distinct, in_own_order, is_kept_apart, joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
 from lowvram.results.files.lease import check_ours
@@ -143,7 +143,7 @@ class Posts:
 
 def as_gathered(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, list[Tensor]]:
     """A sharded tensor as `gathered` leaves it, given the shard of each rank."""
-    return {SHARDS: distinct(shards, like)} if is_kept_apart(like) else joined(shards, like)
+    return {SHARDS: distinct(shards, like)} if is_kept_apart(like) else in_own_order(joined(shards, like), like)
 
 
 def sharded_leaves(state: Any) -> Iterator[DTensor]:

@@ -12,7 +12,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.fact import Fact, ModelFact
-from lowvram.core.knob import conflicts
+from lowvram.core.knob import conflicts, ranks_in_row
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
 from lowvram.loops.noise_scale import noise_of
@@ -38,6 +38,12 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
         return int(sharding.ranks)
     is_spread = device.type == "cuda" and not names_card and Fact.ONE_RANK not in sharding.needs()
     return torch.cuda.device_count() if is_spread else 1
+
+
+def num_data_ranks(settings: Settings, num_ranks: int) -> int:
+    """Among how many of a point's ranks a logical batch is shared out. Raises BadInput where they can't be laid out as
+    the point wants them."""
+    return num_ranks // ranks_in_row((settings.groups[group] for group in KNOB_GROUPS), num_ranks)
 
 
 def check_cards(num_local: int, device: torch.device, names_card: bool) -> None:

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lowvram.config.texts import first_line
-from lowvram.core.shards import is_kept_apart, is_sharded, local
+from lowvram.core.mesh import all_ranks, data_ranks
+from lowvram.core.shards import is_kept_apart, is_sharded, local, row_order
 from lowvram.results.files.durable import flush, naming, remove_empty, remove_files, unfinished_name
 from lowvram.results.files.late import is_there_in_time
 from lowvram.results.files.regular import fingerprint
@@ -82,7 +83,7 @@ def name_of(number: int) -> str:
 
 def is_plainly_sharded(tensor: DTensor) -> bool:
     is_plain = type(local(tensor.detach())) is Tensor and tensor.dtype in DTYPES and not is_kept_apart(tensor)
-    return is_plain and is_sharded(tensor) and tensor.numel() > 0
+    return is_plain and is_sharded(tensor) and tensor.numel() > 0 and row_order(tensor) is None
 
 
 def sharded_bytes(state: Any) -> int:
@@ -131,7 +132,8 @@ def is_first_copy(tensor: DTensor) -> bool:
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     places = zip(coordinates, tensor.placements, strict=True)
-    return all(at == 0 for at, place in places if isinstance(place, Replicate))
+    is_in_first_row = tensor.device_mesh.size() == all_ranks().size or data_ranks().is_first
+    return is_in_first_row and all(at == 0 for at, place in places if isinstance(place, Replicate))
 
 
 def split_into_files(shards: Mapping[str, DTensor]) -> dict[str, int]:
@@ -202,8 +204,8 @@ def examples(value: Any, like: Mapping[str, Tensor] | Tensor | None) -> Iterator
 
 
 def in_host_memory(place: Tensor, like: Tensor | None) -> Tensor:
-    """Zeros of the shape and dtype of `place`; sharded as `like` is."""
-    if not isinstance(like, DTensor):
+    """Zeros of the shape and dtype of `place`; sharded as `like` is, if that has its rows in their own order."""
+    if not isinstance(like, DTensor) or row_order(like) is not None:
         return torch.zeros(place.shape, dtype=place.dtype)
     spread = distribute_tensor(place, like.device_mesh, like.placements, src_data_rank=None)
     return torch.zeros_like(spread, device="cpu")

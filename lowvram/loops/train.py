@@ -22,7 +22,7 @@ from lowvram.core.mesh import all_ranks
 from lowvram.core.phases import BETWEEN
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
-from lowvram.core.shards import is_sharded
+from lowvram.core.shards import is_sharded_alike
 from lowvram.core.states import Frozen, load_whole, trained_state, whole_model
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
@@ -316,10 +316,10 @@ class TrainingRun:
         }
 
     def like(self) -> Like:
-        """How the state is sharded, as far as it is known before the optimizer has made its own: as its parameters."""
-        rig = self.session.rig
-        updated = next(filter(is_sharded, rig.updated), None)
-        return {"model": rig.model.state_dict()} | ({} if updated is None else {"stepper": updated})
+        """How the state is sharded, as far as it is known before the optimizer has made its own: as its parameters, if
+        these are all sharded alike."""
+        updated, model = self.session.rig.updated, self.session.rig.model.state_dict()
+        return {"model": model, "stepper": updated[0]} if is_sharded_alike(updated) else {"model": model}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; `begin` sets the random state."""

@@ -14,6 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.transforms import GrowthKind
 from lowvram.core.mesh import tell
 from lowvram.core.probes.blocks import FoundBlocks
+from lowvram.core.probes.splits import SPLITS, Splits
 from lowvram.core.probes.stated import BRANCHES, TAIL, Tail
 from lowvram.core.seeds import generator_for
 from lowvram.core.structure import Blocks, Stating
@@ -42,6 +43,10 @@ class OwnModule(nn.Module, ABC):
     def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
         return ()
+
+    def splits(self) -> Splits | None:
+        """How its layers can be split over ranks; None if they can't."""
+        return None
 
     def tail(self) -> Tail | None:
         """What the model computes after its last block; None if it isn't known."""
@@ -152,6 +157,7 @@ class OwnModel(ModelConfig, Remade):
         return {
             Blocks(): lambda known: own(known.model).found_blocks(),
             BRANCHES: lambda known: own(known.model).branches(),
+            SPLITS: lambda known: own(known.model).splits(),
             TAIL: lambda known: own(known.model).tail(),
         }
 

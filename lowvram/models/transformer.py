@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.transforms import GrowthKind
+from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
@@ -256,6 +257,23 @@ class Transformer(OwnModule):
     def tail(self) -> Tail | None:
         """Of all blocks, unless layers share them: then a block has several outputs."""
         return Tail(self.found_blocks().blocks, "after_blocks") if len(self.blocks) == self.num_layers else None
+
+    def splits(self) -> Splits:
+        """Whole heads, those of keys and values with the queries that they serve, and features of the MLP."""
+        layers, units, counts = dict[str, Split](), dict[str, int](), list[tuple[str, str]]()
+        for block in self.found_blocks().blocks:
+            attention = self.get_submodule(f"{block}.attention")
+            assert isinstance(attention, Attention)
+            width = attention.merge.in_features // attention.heads[0]
+            packed = tuple(width * number for number in attention.heads)
+            layers[f"{block}.attention.qkv"] = Split(How.columns, packed)
+            layers[f"{block}.attention.merge"] = layers[f"{block}.mlp.down"] = Split(How.rows)
+            layers[f"{block}.mlp.up"] = Split(How.columns)
+            counts.append((f"{block}.attention", "heads"))
+            if isinstance(attention.rotate, Rotary):
+                counts.append((f"{block}.attention.rotate", "num_value_heads"))
+            units["heads of keys and values"] = attention.heads[1]
+        return Splits(layers, units, tuple(counts))
 
     def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block its attention and its MLP."""

@@ -40,6 +40,7 @@ class PlanDevice:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
+    num_in_row: int = 1  # see `Target`
     here: torch.device | None = None  # the same as a torch device; None: it isn't one of this machine
     rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
@@ -48,7 +49,7 @@ class PlanDevice:
     def target(self) -> Target:
         capability = self.device.capability
         card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
-        return Target(card, self.num_ranks)
+        return Target(card, self.num_ranks, self.num_in_row)
 
 
 def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:

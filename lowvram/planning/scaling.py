@@ -128,7 +128,7 @@ class TraceScaler:
             Incompatible, CantPlan: as `tracer.trace`.
         """
         assert all(knob.stage is not Stage.BATCH for knob in knobs.values())
-        samples, num_larger = divmod(most_in_slice(batch_size, self.target.num_ranks), parts)
+        samples, num_larger = divmod(most_in_slice(batch_size, self.target.num_data_ranks), parts)
         assert samples, "a part without samples"
         split = Split(parts, num_larger)
         short = split.shortest()
@@ -189,7 +189,7 @@ class TraceScaler:
         """The trace of this number of samples, made once in this process, and with a cache once on this machine."""
         if samples not in known.traces:
             all_knobs = {**knobs, "accum": Parts(split.parts)}
-            batch_size = split.num_samples(samples) * self.target.num_ranks
+            batch_size = split.num_samples(samples) * self.target.num_data_ranks
             key = key_of(self.problem, all_knobs, batch_size, self.target)
             traced = self.cache.get(key) if self.cache else None
             if traced is None:

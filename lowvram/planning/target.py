@@ -16,6 +16,12 @@ class Target:
 
     card: Card | None = None  # None: a CPU
     num_ranks: int = 1
+    num_in_row: int = 1  # that split layers among them, and compute the same samples
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Among how many a logical batch is shared out."""
+        return self.num_ranks // self.num_in_row
 
     def absent(self) -> dict[Fact, str]:
         """The facts that the device lacks, each with what the user can do about it. Assumes that compilers are

@@ -120,7 +120,7 @@ class Planner:
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
         plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
         advice = advice_for(plan["by_kind"], settings, choices, target, scaler.lacking)
-        grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
+        grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_data_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
         fit = fit_of(plan, settings, plan_device)
         return {
@@ -131,8 +131,8 @@ class Planner:
     def traced(self, settings: Settings, choices: Mapping[str, str], target: Target) -> ScaledTrace:
         """The trace of a point."""
         parts = settings.groups["accum"].parts
-        check_batch_size(settings.train.batch_size, parts, target.num_ranks)
-        num_rows = self.most_rows(settings, target.num_ranks * parts)
+        check_batch_size(settings.train.batch_size, parts, target.num_data_ranks)
+        num_rows = self.most_rows(settings, target.num_data_ranks * parts)
         knobs = without_parts(named_knobs(settings, choices))
         return self.scaler(self.problem(settings), target).trace(knobs, parts, num_rows)
 
@@ -194,7 +194,7 @@ def advice_for(
     Args:
         lacking: of the facts that it gets, those that the model lacks.
     """
-    can_be = can_replace(settings, choices, target.absent(), target.num_ranks)
+    can_be = can_replace(settings, choices, target.absent(), target.num_data_ranks)
 
     def is_possible(group: str, option: str) -> bool:
         asked = model_facts([knob_of((group, option))])
@@ -221,15 +221,16 @@ def plan_device_of(settings: Settings) -> PlanDevice:
     known."""
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
+    ranks = (num_ranks, sharding.ranks_in_row(num_ranks))
     if settings.plan.device != "auto":
         here = CPU if settings.plan.device == CPU.type else None
-        return PlanDevice(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
+        return PlanDevice(settings.plan.device, load_device(settings.plan.device), *ranks, here)
     if settings.root.device == "cpu":
-        return PlanDevice("cpu", load_device("cpu"), num_ranks, CPU)
+        return PlanDevice("cpu", load_device("cpu"), *ranks, CPU)
     if not torch.cuda.is_available():
-        return PlanDevice(GENERIC, load_device(GENERIC), num_ranks)
+        return PlanDevice(GENERIC, load_device(GENERIC), *ranks)
     here = choose_device(settings.root.device)
-    return PlanDevice(*device_here(here), num_ranks, here)
+    return PlanDevice(*device_here(here), *ranks, here)
 
 
 def plan_device_here(settings: Settings, num_launched: int | None = None) -> PlanDevice:
@@ -245,11 +246,11 @@ def plan_device_here(settings: Settings, num_launched: int | None = None) -> Pla
     num_ranks = num_launched
     if num_ranks is None:
         num_ranks = wanted_ranks(settings.groups["sharding"], device, settings.root.names_card)
-    free_bytes = free_host_bytes()
+    free_bytes, ranks = free_host_bytes(), (num_ranks, settings.groups["sharding"].ranks_in_row(num_ranks))
     if device.type == "cpu":
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)
-        return PlanDevice("cpu", spec, num_ranks, device)
-    return PlanDevice(*device_here(device), num_ranks, device, host_bytes=free_bytes)
+        return PlanDevice("cpu", spec, *ranks, device)
+    return PlanDevice(*device_here(device), *ranks, device, host_bytes=free_bytes)
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:

@@ -150,11 +150,14 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
     if knob.with_blocks(()) is not None:
         return "it takes several plans: choose it yourself"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
-    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.plan_device.num_ranks
+    parts, num_samples = (
+        groups["accum"].parts,
+        cache.settings.train.batch_size // cache.plan_device.target.num_data_ranks,
+    )
     if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
-        check_batch_size(cache.settings.train.batch_size, parts, cache.plan_device.num_ranks)
+        check_batch_size(cache.settings.train.batch_size, parts, cache.plan_device.target.num_data_ranks)
     except BadInput as error:
         return str(error)
     return None

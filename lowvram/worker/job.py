@@ -20,7 +20,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
-from lowvram.core.mesh import all_ranks, data_ranks
+from lowvram.core.mesh import all_ranks, data_ranks, lay_out
 from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
 from lowvram.fidelity.worker import Fidelity
@@ -37,6 +37,7 @@ from lowvram.loops.setup import (
     check_cards,
     check_decided,
     check_metrics,
+    num_data_ranks,
     open_data,
     wanted_ranks,
     with_steps,
@@ -76,10 +77,12 @@ def run(
     require(wanted == 1 or not is_inline(spec.config), "process", "inline", allowed)
     num_ranks, num_local = rendezvous.count(sharding.ranks, wanted)
     check_cards(num_local, device, names_card)
-    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
-    check_batch_warmup(settings, num_ranks)
+    num_slices = num_data_ranks(settings, num_ranks)
+    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_slices)
+    check_batch_warmup(settings, num_slices)
     check_decided(settings, device)
     device, spec = rendezvous.join(spec, num_ranks, device, sharding.timeout_s)
+    lay_out(device, num_ranks // num_slices)
     noise = noise_of(settings.train)
     choices, named = named_knobs(settings, spec.choices, device)
     if choices != spec.choices:

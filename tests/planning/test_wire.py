@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.step import step
-from lowvram.knobs.sharding import DDP, FSDP, ZeRO1
+from lowvram.knobs.sharding import DDP, FSDP, Tensor, ZeRO1
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.target import Target
@@ -28,6 +28,7 @@ OPTIONS: dict[str, Knob] = {
     "fsdp": FSDP(),
     "gathered once": FSDP(reshard_after_forward=False),
     "summed once": FSDP(reduce_every_part=False),
+    "layers split": Tensor(),
 }
 COPIES: dict[str, Knob] = {
     "hsdp": FSDP(replicate=2),
@@ -38,7 +39,8 @@ COPIES: dict[str, Knob] = {
 
 
 def planned(knob: Knob, num_ranks: int, accum: str = "none") -> int:
-    found = trace(PROBLEMS["transformer"], knobs_of(sharding=knob, accum=accum), 8, Target(None, num_ranks))
+    target = Target(None, num_ranks, knob.ranks_in_row(num_ranks))
+    found = trace(PROBLEMS["transformer"], knobs_of(sharding=knob, accum=accum), 8, target)
     return traffic(found, PlanDevice("cpu", DeviceSpec(), num_ranks))["wire_bytes"]
 
 
@@ -74,7 +76,7 @@ def sent_in_a_step(knobs: dict[str, Knob], accum: str = "none") -> list[int]:
         num_bytes = 0
 
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), named: Any = None) -> Any:
-            if operator.namespace == COLLECTIVES:
+            if operator.namespace in COLLECTIVES:
                 self.num_bytes += sent_bytes(operator, args)
             return operator(*args, **(named or {}))
 

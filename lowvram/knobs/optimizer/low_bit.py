@@ -26,7 +26,7 @@ from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob
 from lowvram.core.quiet import quiet
-from lowvram.core.shards import SHARDS, keep_apart, local, placed, split_dimension, spread_as, taken_apart
+from lowvram.core.shards import SHARDS, keep_apart, local, place_of_own, placed, spread_as, taken_apart
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, noise_of_step
 from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.plain import AdamW
@@ -199,11 +199,10 @@ def fill(moment: Tensor, saved: Any, parameter: nn.Parameter, saved_order: list[
         return
     if isinstance(saved, Mapping):
         shards, saved_order = saved[SHARDS], [*range(parameter.ndim)]
-        if isinstance(parameter, DTensor) and len(shards) == parameter.device_mesh.size(split_dimension(parameter)):
-            own = shards[parameter.device_mesh.get_local_rank(split_dimension(parameter))]
-            if form_of(own) == form_of(moment):
-                moment.copy_(own)
-                return
+        place, number = place_of_own(parameter) if isinstance(parameter, DTensor) else (0, 0)
+        if len(shards) == number and form_of(shards[place]) == form_of(moment):
+            moment.copy_(shards[place])
+            return
         saved = torch.cat(list(map(as_numbers, shards)))
     if saved_order is None and isinstance(parameter, DTensor) and parameter.ndim > 2:
         raise Incompatible(

@@ -19,23 +19,26 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.fact import Fact
 from lowvram.core.mesh import all_ranks, data_ranks
 from lowvram.core.rig import Rig
-from lowvram.core.shards import as_real
-from lowvram.knobs.sharding.base import DataParallel, over_ranks
+from lowvram.core.shards import as_real, local
+from lowvram.knobs.sharding.base import over_ranks
+from lowvram.knobs.sharding.in_rows import InRows
 
 
 @dataclass(frozen=True)
-class DDP(DataParallel):
+class DDP(InRows):
     """Every rank holds the whole model; gradients are summed during the backward pass of the last part.
 
     One in-place all-reduce per gradient: torch's DistributedDataParallel would hold all gradients a second time in its
     buckets, or keep their memory from step to step.
     """
 
-    needs_always = DataParallel.needs_always | {Fact.GRADS_AT_UPDATE}
+    needs_always = InRows.needs_always | {Fact.GRADS_AT_UPDATE}
     breaks_always = frozenset({Fact.OWN_SHARE})
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))
+        if data_ranks().size > 1:
+            rig = replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))
+        return self.with_same_samples(rig)
 
 
 class GradientSum:
@@ -73,7 +76,7 @@ class GradientSum:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
             self.unused.add(parameter)
-        gradient = as_real(parameter.grad)
+        gradient = as_real(local(parameter.grad))
         # Gradients have their parameter's layout, without gaps and the same on all ranks, so a flat view will do.
         flat = gradient.as_strided((gradient.numel(),), (1,))
         work = dist.all_reduce(flat, group=self.ranks.group, async_op=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lowvram.compat.torch_distributed import group_named
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
@@ -80,9 +81,20 @@ FREE = {
     ATEN.resize_,
     ATEN.set_,
 }
-COLLECTIVES = "c10d"  # the namespace of torch.distributed's operators
-# Of those the argument that is the whole tensor, and how often a ring sends it.
-RINGS = {"allreduce_": (0, 2), "_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1), "broadcast_": (0, 1)}
+COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of torch.distributed's operators
+# Of those the argument that is the whole tensor, or one rank's part of it, and how often a ring sends the whole.
+RINGS = {
+    "allreduce_": (0, 2),
+    "_allgather_base_": (0, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "broadcast_": (0, 1),
+    "all_reduce": (0, 2),
+    "all_gather_into_tensor": (0, 1),
+    "reduce_scatter_tensor": (0, 1),
+    "wait_tensor": (0, 0),
+    "_wrap_tensor_autograd": (0, 0),
+}
+OF_PARTS = {"all_gather_into_tensor"}  # given one rank's part
 # Operators that read or write only those elements of their first tensor that the other arguments select.
 PICKING = {
     ATEN.embedding,
@@ -219,8 +231,9 @@ class OpCounter:
             self.times = outer
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
-        if operator.namespace == COLLECTIVES:
-            self.line(Stream.TO_RANKS, NO_PRODUCT, 0, sent_bytes(operator, args))
+        if operator.namespace in COLLECTIVES:
+            if sent := sent_bytes(operator, args):
+                self.line(Stream.TO_RANKS, NO_PRODUCT, 0, sent)
             return
         recipe = recipe_of(operator)
         if recipe is None:
@@ -285,10 +298,19 @@ class OpCounter:
 def sent_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     """The bytes that each rank of a ring sends for a collective: all but its own share of a whole tensor, and for a
     sum that all ranks get twice as many."""
-    place, times = RINGS.get(operator.overloadpacket.__name__, (0, 1))
+    name = operator.overloadpacket.__name__
+    place, times = RINGS.get(name, (0, 1))
+    num_ranks = group_size(args) if times else 1
+    whole_bytes = size(args[place]) * (num_ranks if name in OF_PARTS else 1)
+    return times * whole_bytes * (num_ranks - 1) // num_ranks
+
+
+def group_size(args: tuple[Any, ...]) -> int:
+    """How many ranks take part in a collective, whose operator is given their group, or the group's name last."""
     group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
-    num_ranks = 1 if group is None else dist.ProcessGroup.unbox(group).size()
-    return times * size(args[place]) * (num_ranks - 1) // num_ranks
+    if group is not None:
+        return dist.ProcessGroup.unbox(group).size()
+    return group_named(args[-1]).size() if isinstance(args[-1], str) else 1
 
 
 def is_called_by_autograd() -> bool:

@@ -80,7 +80,7 @@ def trace_of(
             fix()
 
         def make_batch() -> Part:
-            return problem.as_loaded(example(problem.spec, most_in_slice(batch_size, target.num_ranks), known))
+            return problem.as_loaded(example(problem.spec, most_in_slice(batch_size, target.num_data_ranks), known))
 
         for _ in range(2):
             take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
