@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lowvram.compat.replaced import replaced
@@ -120,6 +122,14 @@ def group_named(name: str) -> dist.ProcessGroup:
     """
     module: Any = distributed_c10d
     return module._resolve_process_group(name)
+
+
+def accept_gathers_in_turn() -> None:
+    """Keep torch (2.13) from logging that it gathers a tensor that is sharded twice in one dimension in two steps.
+
+    The logger of torch.distributed.tensor._redistribute, since 2.10. Replaced by a setting, if torch makes one.
+    """
+    logging.getLogger(_redistribute.__name__).setLevel(logging.ERROR)
 
 
 @contextmanager

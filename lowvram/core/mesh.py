@@ -83,7 +83,7 @@ class Ranks:
         if self.size == 1 or dist.get_backend(self.group) == "fake":
             return None
         ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, backend="gloo")
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)  # not of all ranks
         assert isinstance(group, dist.ProcessGroup)
         return Ranks(group)
 
@@ -145,6 +145,16 @@ def row_ranks() -> Ranks | None:
     """This rank's row, whose ranks compute the same samples; None if it is alone."""
     row = tensor_mesh()
     return None if row is None else Ranks(row.get_group())
+
+
+def is_in_first(mesh: DeviceMesh) -> bool:
+    """Whether a mesh of some ranks is the first of several that hold the same, as rows do what isn't sharded over
+    them."""
+    laid_out = layout()
+    if laid_out is None or mesh.size() == all_ranks().size:
+        return True
+    others = {DATA, TENSOR} - {*(mesh.mesh_dim_names or ())}
+    return all(laid_out.mesh.get_local_rank(name) == 0 for name in others)
 
 
 def data_ranks() -> Ranks:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lowvram.config.texts import first_line
-from lowvram.core.mesh import all_ranks, data_ranks
+from lowvram.core.mesh import is_in_first
 from lowvram.core.shards import is_kept_apart, is_sharded, local, row_order
 from lowvram.results.files.durable import flush, naming, remove_empty, remove_files, unfinished_name
 from lowvram.results.files.late import is_there_in_time
@@ -132,8 +132,7 @@ def is_first_copy(tensor: DTensor) -> bool:
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     places = zip(coordinates, tensor.placements, strict=True)
-    is_in_first_row = tensor.device_mesh.size() == all_ranks().size or data_ranks().is_first
-    return is_in_first_row and all(at == 0 for at, place in places if isinstance(place, Replicate))
+    return is_in_first(tensor.device_mesh) and all(at == 0 for at, place in places if isinstance(place, Replicate))
 
 
 def split_into_files(shards: Mapping[str, DTensor]) -> dict[str, int]:

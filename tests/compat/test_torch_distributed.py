@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -202,3 +203,23 @@ def test_a_sum_of_parts_has_room_for_what_later_parts_use() -> None:
             module.set_requires_all_reduce(is_last)
             module(torch.full((1, 3), sign)).sum().backward()
         assert asked == [[True, False], [True, True], [True, True], [False, True]]
+
+
+@needed("torch.distributed.distributed_c10d._resolve_process_group", by="plan.wire_bytes with sharding=tensor")
+def test_a_group_is_found_by_its_name() -> None:
+    from lowvram.compat.torch_distributed import group_named, pretend_ranks
+
+    with group_left():
+        pretend_ranks(3)
+        assert dist.group.WORLD is not None
+        assert group_named(dist.group.WORLD.group_name).size() == 3
+
+
+@needed("torch.distributed.tensor._redistribute.logger", by="sharding=fsdp sharding.tensor=2")
+def test_gathers_in_turn_are_not_told() -> None:
+    from torch.distributed.tensor import _redistribute
+
+    from lowvram.compat.torch_distributed import accept_gathers_in_turn
+
+    accept_gathers_in_turn()
+    assert not _redistribute.logger.isEnabledFor(logging.WARNING)

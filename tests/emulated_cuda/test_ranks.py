@@ -13,6 +13,7 @@ from torch import Tensor
 from lowvram.core.knob import Knob
 from tests.emulated_cuda.configurations import CUDA
 from tests.knobs.test_sharding import CLIPPED, COPIES, OPTIONS, THREE, TWENTY_STEPS, errors
+from tests.knobs.test_sharding_tensor import GROUPED, MANY, MESHES
 from tests.knobs.test_stepping_ranks import CASES
 from tests.laboratory import IS_EMULATED, PROBLEMS, InDouble, Trained, knobs_of, train
 from tests.ranks import on_cards
@@ -70,6 +71,19 @@ def test_four_devices_train_like_one_process(record_property: Callable[[str, obj
         for name, one in zip(COPIES, found, strict=True):
             assert max(errors(one, wanted).values()) < 1e-10, name
     record_property("configurations", len(choices))
+
+
+@pytest.mark.skipif(NUM_DEVICES < 4 and not IS_EMULATED, reason="fewer than four CUDA devices")
+def test_devices_that_split_layers_train_like_one_process(record_property: Callable[[str, object], None]) -> None:
+    """In one row, in two, and in two that are sharded."""
+    wanted = [train(InDouble(GROUPED), knobs_of(**each), THREE) for each in MANY]
+    for name in ("a row of two", "two rows", "two rows that are sharded"):
+        _, num_ranks, knob = MESHES[name]
+        choices: list[Choices] = [{**each, "sharding": knob} for each in MANY]
+        for found in on_cards(train_on_card, InDouble(GROUPED), choices, num_ranks=num_ranks):
+            for one, other in zip(found, wanted, strict=True):
+                assert max(errors(one, other).values()) < 1e-10, name
+        record_property("configurations", len(choices))
 
 
 def test_shared_parameters_end_where_whole_ones_do(record_property: Callable[[str, object], None]) -> None:

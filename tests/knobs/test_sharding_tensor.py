@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,7 @@ from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.shards import local, whole
 from lowvram.core.structure import Structure
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sharding import DDP
-from lowvram.knobs.sharding import Tensor as TensorParallel
+from lowvram.knobs.sharding import DDP, FSDP, TensorParallel
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.sharding.row import packed_order
 from lowvram.knobs.sharding.split_trial import trouble_with
@@ -57,16 +57,23 @@ MANY: list[Choices] = [
     {"optimizer": "adamw", "ckpt": "every2"},
     {"optimizer": "sgd", "logits": "chunked"},
 ]
-MESHES = {"a row of two": (GROUPED, 2, None), "a row of three": (OF_THREE, 3, None), "two rows": (GROUPED, 4, 2)}
+MESHES: dict[str, tuple[Any, int, Knob]] = {
+    "a row of two": (GROUPED, 2, TensorParallel()),
+    "a row of three": (OF_THREE, 3, TensorParallel()),
+    "two rows": (GROUPED, 4, TensorParallel(tensor=2)),
+    "two rows by another name": (GROUPED, 4, DDP(tensor=2)),
+    "two rows that are sharded": (GROUPED, 4, FSDP(tensor=2)),
+    "two rows that are gathered once": (GROUPED, 4, FSDP(tensor=2, reshard_after_forward=False)),
+}
 
 
 @pytest.mark.parametrize("mesh", first_of([*MESHES]))
 def test_ranks_that_split_layers_train_like_one_process(mesh: str) -> None:
     """Queries, keys and values stand side by side in one layer, in groups of unequal size."""
-    problem, num_ranks, in_row = MESHES[mesh]
+    problem, num_ranks, knob = MESHES[mesh]
     task = InDouble(problem)
     wanted = train_each(task, MANY, THREE)
-    choices = [{**each, "sharding": TensorParallel(tensor=in_row)} for each in MANY]
+    choices = [{**each, "sharding": knob} for each in MANY]
     for found in on_ranks(train_each, task, choices, THREE, num_ranks=num_ranks):
         for one, other in zip(found, wanted, strict=True):
             error = errors(one, other)
@@ -103,6 +110,41 @@ def held(knob: Knob) -> tuple[int, int, int]:
 def test_a_rank_holds_its_share_of_a_block() -> None:
     for whole_numel, own_numel, _ in on_ranks(held, TensorParallel()):
         assert own_numel * 2 == whole_numel
+
+
+@pytest.mark.slow
+def test_sharded_rows_hold_a_share_of_a_share() -> None:
+    for whole_numel, own_numel, _ in on_ranks(held, FSDP(tensor=2), num_ranks=4):
+        assert own_numel * 4 == whole_numel
+
+
+class Remembering(Mlp):
+    """Changes what it holds in each forward pass, on each rank by its own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += x.detach().mean()
+        return super().forward(x)
+
+
+def buffers_of_rows() -> list[float]:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7))
+    model = lowvram.task(Net(Remembering, 1), x, blocks="Remembering")
+    rig = lowvram.assemble(model, f"sharding=tensor sharding.tensor=2 {NAMED}", "cpu")
+    mine = slice(4 * data_ranks().rank, 4 * data_ranks().rank + 4)
+    lowvram.step(rig, lowvram.Part(x[mine], torch.zeros(4, dtype=torch.long)))
+    return [float(each) for each in rig.model.buffers()]
+
+
+@pytest.mark.slow
+def test_rows_agree_on_what_forward_passes_change() -> None:
+    """Ranks that are in no row of all others make groups of their own."""
+    first, *others = on_ranks(buffers_of_rows, num_ranks=4)
+    assert first != [0.0]
+    assert others == [first] * 3
 
 
 def test_it_saves_weights_gradients_and_states() -> None:
@@ -145,6 +187,10 @@ def test_numbers_that_do_not_divide_are_refused_with_those_that_do() -> None:
         TensorParallel(tensor=3).ranks_in_row(4)
     with pytest.raises(BadInput, match=r"sharding\.tensor=0: must be null, or at least 1"):
         TensorParallel(tensor=0)
+    with pytest.raises(BadInput, match=r"sharding\.tensor=2: must be 1 with sharding\.replicate above 1"):
+        FSDP(tensor=2, replicate=2)
+    with pytest.raises(BadInput, match=r"sharding\.tensor=null: must be 1, or the ranks of a row"):
+        FSDP(tensor=None)
 
 
 def test_without_compiled() -> None:

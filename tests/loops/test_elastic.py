@@ -19,7 +19,7 @@ from lowvram.core.mesh import data_ranks
 from lowvram.core.states import Frozen
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.sharding import FSDP, Tensor
+from lowvram.knobs.sharding import FSDP, TensorParallel
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto, Problem
@@ -53,7 +53,8 @@ WIDE: Any = Double(Auto().pose(replace(TRANSFORMER, num_layers=2, width=64), THR
 
 NAMED: dict[str, Choices] = {
     "hsdp": {"sharding": FSDP(replicate=2)},
-    "rows": {"sharding": Tensor(tensor=2)},
+    "rows": {"sharding": TensorParallel(tensor=2)},
+    "sharded rows": {"sharding": FSDP(tensor=2)},
     "hosts": {"sharding": "fsdp", "offload": "parameters"},
 }
 
@@ -71,7 +72,7 @@ class Point(NamedTuple):
 ALONE = Point("none", 1)
 OPTIONS = ["ddp", "zero1", "fsdp"]
 POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS), Point("hsdp", 4), Point("hosts", 2)]
-POINTS += [Point("tensor", 2), Point("rows", 4)]
+POINTS += [Point("tensor", 2), Point("rows", 4), Point("sharded rows", 4)]
 
 
 class Leg(NamedTuple):
@@ -188,7 +189,7 @@ def test_ranks_that_fail_leave_their_shards_of_the_last_whole_step(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", *OPTIONS, "hsdp", "tensor", "rows"])
+@pytest.mark.parametrize("sharding", ["none", *OPTIONS, "hsdp", "tensor", "rows", "sharded rows"])
 @pytest.mark.parametrize(("batch_size", "sharded_above_gib"), [(12, None), (5, 0.0)])
 def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
     tmp_path: Path, sharding: str, batch_size: int, sharded_above_gib: float | None

@@ -19,7 +19,7 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
-from lowvram.models import hf, hf_widths
+from lowvram.models import hf_remade, hf_widths
 from lowvram.models.hf import HfConfig, Weights
 from lowvram.models.hf_heads import Head
 from lowvram.models.hf_widths import Change, Found, agree, different_units, grouped
@@ -130,9 +130,9 @@ def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pyte
     weights = sum(each.numel() for each in model.parameters())
     halved = sum(each.numel() for name, each in model.state_dict().items() if name.endswith(HALVED_OF_GPT2))
     needed = 8 * (weights + halved // 2)
-    monkeypatch.setattr(hf, "free_host_bytes", lambda: needed)
+    monkeypatch.setattr(hf_remade, "free_host_bytes", lambda: needed)
     assert pruned("gpt2")[2].is_smaller
-    monkeypatch.setattr(hf, "free_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(hf_remade, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(
         BadInput, match=r"^model\.name=.*: must be a model small enough for the host's free memory, 0\.14"
     ):

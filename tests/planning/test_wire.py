@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.step import step
-from lowvram.knobs.sharding import DDP, FSDP, Tensor, ZeRO1
+from lowvram.knobs.sharding import DDP, FSDP, TensorParallel, ZeRO1
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.target import Target
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Knob] = {
     "fsdp": FSDP(),
     "gathered once": FSDP(reshard_after_forward=False),
     "summed once": FSDP(reduce_every_part=False),
-    "layers split": Tensor(),
+    "layers split": TensorParallel(),
 }
 COPIES: dict[str, Knob] = {
     "hsdp": FSDP(replicate=2),

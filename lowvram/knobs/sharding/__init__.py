@@ -9,7 +9,7 @@ from __future__ import annotations
 from lowvram.knobs.sharding.base import Sharding, Unsharded
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.fsdp import FSDP
-from lowvram.knobs.sharding.tensor import Tensor
+from lowvram.knobs.sharding.tensor import TensorParallel
 from lowvram.knobs.sharding.zero1 import ZeRO1
 
-__all__ = ["DDP", "FSDP", "Sharding", "Tensor", "Unsharded", "ZeRO1"]
+__all__ = ["DDP", "FSDP", "Sharding", "TensorParallel", "Unsharded", "ZeRO1"]

@@ -101,10 +101,11 @@ def named_layers(model: nn.Module, patterns: Mapping[str, How]) -> dict[str, How
 def of_transformers(known: Structure) -> dict[str, How]:
     """The layers of blocks that a class of transformers names; empty if it names none, or says of one what isn't
     known here."""
-    plan: Mapping[str, str] = getattr(known.model, "_tp_plan", None) or {}
+    config, prefix = getattr(known.model, "config", None), f"{getattr(known.model, 'base_model_prefix', '')}."
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     found = dict[str, How]()
     for name in names_in_blocks(known):
-        pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", name.removeprefix(prefix))
         if (word := plan.get(pattern)) is not None:
             if word not in OF_TRANSFORMERS:
                 return {}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from lowvram.compat.torch_distributed import DefaultAllGather, meshes_made_inside
+from lowvram.compat.torch_distributed import DefaultAllGather, accept_gathers_in_turn, meshes_made_inside
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
@@ -30,14 +30,15 @@ from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
-from lowvram.core.shards import make_contiguous
-from lowvram.knobs.sharding.base import DataParallel, over_ranks
+from lowvram.core.shards import make_contiguous, row_orders, set_row_order
+from lowvram.knobs.sharding.base import over_ranks
+from lowvram.knobs.sharding.in_rows import InRows
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class FSDP(DataParallel):
+class FSDP(InRows):
     """Every rank holds its shard of each weight, gradient and optimizer state. A block's weights are gathered when the
     block computes. With `replicate` above 1 there are as many copies (HSDP): weights are sharded over the ranks of each
     copy alone, and gradients are summed over the copies as well.
@@ -54,13 +55,17 @@ class FSDP(DataParallel):
     reduce: str | None = None
 
     saves = Kind.PARAMETERS
-    needs_always = DataParallel.needs_always | {SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
+    needs_always = InRows.needs_always | {SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
     breaks_always = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.replicate >= 1, "sharding.replicate", self.replicate, "at least 1")
         require(self.reduce in (None, *FORMATS), "sharding.reduce", self.reduce, f"null or one of {', '.join(FORMATS)}")
+        allowed = "1 with sharding.replicate above 1: copies of shards of parts of layers can't be had"
+        require(self.tensor == 1 or self.replicate == 1, "sharding.tensor", self.tensor, allowed)
+        allowed = "1, or the ranks of a row: with all ranks in one row nothing is left to shard (sharding=tensor)"
+        require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
 
     @property
     def exactness(self) -> Exactness:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,15 +85,20 @@ class FSDP(DataParallel):
         self.check_ranks(data_ranks().size)
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {all_ranks().rank} of {all_ranks().size}"
-        mesh = device_mesh(rig.device, self.replicate)
+        mesh, orders = device_mesh(rig.device, self.replicate), row_orders(rig.model)
         accept_views()
+        accept_gathers_in_turn()
         make_contiguous(rig.model)
         policy = MixedPrecisionPolicy(reduce_dtype=FORMATS.get(self.reduce or ""), cast_forward_inputs=False)
-        with meshes_made_inside(without_dispatch_modes):
+        # What is split, too, gets a mesh of two dimensions, and the values of a mesh are read.
+        real = without_dispatch_modes() if self.splits_layers else nullcontext()
+        with meshes_made_inside(without_dispatch_modes), real:
             for block in rig.structure.blocks:
                 rig.shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        # Weights outside blocks: they stay gathered until the backward pass.
-        rig.shard(rig.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            # Weights outside blocks: they stay gathered until the backward pass.
+            rig.shard(rig.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        for name, parameter in rig.model.named_parameters():  # new objects
+            set_row_order(parameter, orders[name])
         modules, lockstep = fsdp_modules(rig.model), in_lockstep(rig.model)
         gather = ReleasedAllGather if rig.device.type == "cpu" else DefaultAllGather
         for index, module in enumerate(modules):
@@ -96,7 +106,8 @@ class FSDP(DataParallel):
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(InStep(gather(), lockstep, index))
         forward = rig.forward if lockstep is None else partial(lockstep.forward, rig.forward)
-        return replace(over_ranks(rig), forward=forward, sync=partial(self.sync, rig, lockstep))
+        rig = replace(over_ranks(rig), forward=forward, sync=partial(self.sync, rig, lockstep))
+        return self.with_same_samples(rig)
 
     @contextmanager
     def sync(self, rig: Rig, lockstep: Lockstep | None, is_last: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.shards import set_row_order
 
 
@@ -68,6 +69,6 @@ def packed_order(packed: tuple[int, ...], num_ranks: int) -> Tensor | None:
     one rank after another. None: as they are."""
     if not packed:
         return None
-    with torch.device("cpu"):
+    with without_dispatch_modes(), torch.device("cpu"):  # it takes nothing of the device
         layers = torch.arange(sum(packed)).split(packed)
         return torch.cat([layer.tensor_split(num_ranks)[rank] for rank in range(num_ranks) for layer in layers])

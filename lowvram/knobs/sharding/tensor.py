@@ -9,7 +9,7 @@ from lowvram.knobs.sharding.ddp import DDP
 
 
 @dataclass(frozen=True)
-class Tensor(DDP):
+class TensorParallel(DDP):
     """As `ddp` over rows of ranks; all ranks are one row, unless `tensor` says how many a row has."""
 
     tensor: int | None = None
