@@ -148,8 +148,8 @@ def teacher_in(folder: Path | None, name: str, student: ModelConfig, spec: DataS
         return of_transformers(name, folder, spec)
     # Code of the user's own runs only if this point names it, too.
     trust = [student.target] if isinstance(student, ExternalConfig) else []
-    config, own = described_problem(described, Allowed(None, trust))
     manifest.check(folder)
+    config, own = described_problem(described, Allowed(None, trust))
     same = own.class_names is None or spec.class_names in (None, own.class_names)
     require(same, KEY, name, f"a model of the same classes, in the same order: it knows {own.class_names}")
     posed = pose(name, config, replace(spec, num_classes=own.num_classes, vocab_size=own.vocab_size), own)

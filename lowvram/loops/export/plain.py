@@ -17,6 +17,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import build, find_target
 from lowvram.config.secret import REFUSED
+from lowvram.config.texts import first_line
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality, layout_from
 from lowvram.knobs.adapter.parts import Adapter
@@ -149,17 +150,27 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def described_problem(described: dict[str, Any], allowed: Allowed) -> tuple[ModelConfig, DataSpec]:
-    data = described["data"]
+    try:
+        spec = described_data(described["data"])
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"the data as an export describes them ({type(error).__name__}: {first_line(error)})"
+        raise BadInput("data", described.get("data"), what) from None
+    return allowed.config(built(described, "model")), spec
+
+
+def described_data(data: dict[str, Any]) -> DataSpec:
     layout = data.get("layout") and layout_from(data["layout"])
     shape, vocab_size = tuple(data["shape"]), data.get("vocab_size")
     names = data.get("class_names") and tuple(data["class_names"])
-    modality, num_classes = Modality[data["modality"]], data["num_classes"]
-    spec = DataSpec(modality, num_classes, shape, vocab_size, layout, class_names=names)
-    return allowed.config(built(described, "model")), spec
+    return DataSpec(Modality[data["modality"]], data["num_classes"], shape, vocab_size, layout, class_names=names)
 
 
 def built(described: dict[str, Any], part: str) -> Any:
     """The configuration of a model or an adapter. Raises BadInput for a class that is no option's."""
+    is_node = isinstance(described.get(part), dict)
+    require(is_node, part, described.get(part), "the configuration of an option, as an export describes it")
     options = options_of(part)
     targets = {str(node_of(part, option)["_target_"]) for option in options}
     named = described[part].get("_target_")

@@ -208,6 +208,17 @@ def test_what_is_no_export_is_reported(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"modality": {}}, {"modality": "SOUNDS"}, {"shape": 5}, {"num_classes": []}, {"layout": 1}]
+)
+def test_damaged_words_about_the_data_are_reported(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Where nothing says that they were changed."""
+    exported(tmp_path / "model")
+    rewritten(tmp_path / "model", "config.json", lambda values: values["data"].update(wrong))
+    with pytest.warns(UserWarning, match=UNCHECKED), pytest.raises(BadInput):
+        load(tmp_path / "model")
+
+
 def test_an_export_of_another_kind_replaces_ours_alone(tmp_path: Path) -> None:
     exported(tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text("mine")
