@@ -313,6 +313,16 @@ def test_the_layers_of_transformers_classes_are_found(kind: str) -> None:
     assert ways.count(How.columns) in (2 * num_blocks, 4 * num_blocks, 5 * num_blocks)
 
 
+@pytest.mark.parametrize(("knob", "num_ranks"), first_of([(FSDP(tensor=2), 4), (TensorParallel(), 2)]))
+def test_norms_that_see_some_features_get_the_gradients_of_all(knob: Knob, num_ranks: int) -> None:
+    """Those of queries and keys: also where FSDP2 has put other parameters into their places."""
+    spec = DataSpec(Modality.TOKENS, 300, (8,), 300)
+    task = InDouble(Auto().pose(HfConfig(name=tiny("qwen3:grouped")), spec))
+    wanted = train(task, knobs_of(optimizer="sgd"), [8, 8])
+    for found in on_ranks(train, task, knobs_of(optimizer="sgd", sharding=knob), [8, 8], num_ranks=num_ranks):
+        assert max(errors(found, wanted)[what] for what in ("losses", "gradients", "parameters")) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_layers_that_do_not_split_are_refused(kind: str) -> None:

@@ -108,9 +108,7 @@ def check_divides(what: str, number: int, num_ranks: int) -> None:
 
 def check_layer(name: str, layer: Any, each: Split, num_ranks: int) -> None:
     """Raises Incompatible for a layer that can't be split, or BadInput where its features don't divide."""
-    if each.how is How.summed:
-        return
-    if not is_linear(layer):
+    if each.how is not How.summed and not is_linear(layer):
         raise Incompatible(
             f"sharding.tensor splits linear layers, and {name} is a {type(layer).__name__} with these options: leave"
             " the option that makes it one, or choose sharding=fsdp"
@@ -120,4 +118,6 @@ def check_layer(name: str, layer: Any, each: Split, num_ranks: int) -> None:
             f"sharding.tensor would drop the forward pass that the model has put into {name} itself ({name}.forward ="
             " …): make it a class of its own, or choose sharding=fsdp"
         )
+    if each.how is How.summed:
+        return
     check_divides(f"features of {name}", layer.weight.shape[split_dim(layer, each.how)], num_ranks)

@@ -9,11 +9,13 @@ Shapes: ... samples and tokens, i features that a layer reads, o features that i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowvram.compat.torch_modules import own_parameters
 from lowvram.core.layers import is_transposed
 from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.shards import local, row_order, set_row_order
@@ -35,9 +37,9 @@ def divided(count: Any, num_ranks: int) -> Any:
 
 def split_layer(layer: Any, split: Split, row: Row) -> None:
     if split.how is How.summed:
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(row.summed)
+        for module in layer.modules():
+            if own_parameters(module):
+                module.__class__, module.row = summed_kind(type(module)), row
         return
     dim, order = split_dim(layer, split.how), packed_order(split.packed, row.size)
     layer.weight = row.part(layer.weight, dim, order)
@@ -46,6 +48,27 @@ def split_layer(layer: Any, split: Split, row: Row) -> None:
     layer.register_state_dict_post_hook(keep_order)
     layer.__class__ = KINDS[split.how, is_transposed(layer)]
     layer.row = row
+
+
+@cache
+def summed_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of layers like those of `kind`, the gradients of whose parameters are added up over a row. Not by hooks
+    of the parameters: FSDP2 computes with other objects."""
+
+    class Summed(kind):
+        row: Row
+
+        def forward(self, *args: Any, **named: Any) -> Any:
+            held = own_parameters(self)
+            before = dict(held)
+            held.update({name: self.row.read_by_all(each) for name, each in before.items() if each is not None})
+            try:
+                return super().forward(*args, **named)
+            finally:
+                held.update(before)
+
+    Summed.__name__ = Summed.__qualname__ = kind.__name__
+    return Summed
 
 
 def split_dim(layer: nn.Module, how: How) -> int:
