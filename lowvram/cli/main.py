@@ -39,6 +39,7 @@ from lowvram.runs.folders import end_runs
 PRINTING = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints and runs nothing
 LINGER_S = 10.0  # see `linger`
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+WITHOUT_REASON = "error return without exception set"  # as CPython says where code of its own got no memory
 
 
 def main() -> None:
@@ -71,6 +72,8 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
         sys.stdout.flush()
         return code
     except MISTAKES as error:
+        if is_out_of_memory(error):
+            return failed(error)
         show_sweep(call, words) if call.sweep else end_runs(is_refused=True)  # keep the results so far
         if wants_traceback:
             raise
@@ -101,7 +104,7 @@ def failed(error: Exception) -> int:
     if isinstance(error, OSError | RuntimeError) and thread_limits.is_cause_of(error):
         tell(f"{thread_limits.limits()}: nothing was run", sys.stderr)
         return EXIT_FAILED
-    if isinstance(error, MemoryError) or isinstance(error.__context__, MemoryError):
+    if is_out_of_memory(error):
         tell(
             "this program gets no more memory (ulimit -v, ulimit -d, or the machine has none): it can't go on",
             sys.stderr,
@@ -112,6 +115,18 @@ def failed(error: Exception) -> int:
         raise error
     tell(told(refused), sys.stderr)
     return EXIT_FAILED if refused.errno in DISK_TROUBLE else EXIT_REFUSED
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this process got no more memory, also if libraries, such as Hydra's, have made other errors of it. Some
+    of Python's own functions then fail without saying why."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, MemoryError) or (isinstance(error, SystemError) and WITHOUT_REASON in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def told(error: OSError) -> str:

@@ -40,6 +40,8 @@ CUT_SHORT = re.compile(
     r"|database or disk is full|disk I/O error"  # SQLite's
 )
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(thread_limits.__file__).parents[1]), "<")  # "<": generated code
+WITHOUT_REASON = "error return without exception set"  # as CPython says where code of its own got no memory
+OF_OWN = (errno.EFBIG, errno.EINVAL)  # it is larger than any of lowvram's, or no regular file
 IN_WORDS = re.compile(r"I/O error.*\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")
 
 
@@ -78,6 +80,7 @@ def says_out_of_memory(error: BaseException) -> bool:
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     is_refused |= isinstance(error, ImportError) and NOT_MAPPED in message(error) and has_limited_addresses()
+    is_refused |= isinstance(error, SystemError) and WITHOUT_REASON in message(error) and has_limited_addresses()
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
     is_vague = message(error) in VAGUE_MESSAGES or thread_limits.is_cause_of(error)
     return is_refused or says_so or (is_vague and is_capped())
@@ -102,7 +105,7 @@ def thread_trouble(error: BaseException) -> str | None:
 def disk_trouble(error: BaseException) -> str | None:
     """Why a file can't be written or read; also if a library has raised another error because of it."""
     causes = chain(error)
-    if isinstance(error, OSError) and error.errno == errno.EFBIG and error.strerror != os.strerror(errno.EFBIG):
+    if isinstance(error, OSError) and error.errno in OF_OWN and error.strerror != os.strerror(error.errno):
         return error.strerror  # of lowvram's own, about a file that it has not read
     for number in PLAIN_WORDS:
         if any(error_number(cause) == number or os.strerror(number) in message(cause) for cause in causes):

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf.errors import ConfigKeyError
 
 from lowvram.cli.call import Call
-from lowvram.cli.main import let_go, told
+from lowvram.cli.main import failed, is_out_of_memory, let_go, told
 from lowvram.config import secret
 from lowvram.config.cache_folder import cache_folder, state_folder
+from lowvram.config.exit_codes import EXIT_FAILED
 from lowvram.results import terminal
 from tests.calls import ROOT, Outcome
 
@@ -58,6 +60,17 @@ def test_what_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Path, monkey
     assert "result.json: can't be written (Permission denied)" in told(refused)
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     assert told(gone) == "the folder in which this was started is gone: change into another one"
+
+
+def test_what_libraries_make_of_missing_memory_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """A parser that gets no memory fails in CPython's own code, and what called it makes an error of a word of it."""
+    silent = SystemError("error return without exception set")
+    middle, mistake = KeyError("sweep"), ConfigKeyError("hydra.sweep.dir")
+    middle.__context__, mistake.__cause__ = silent, middle
+    assert is_out_of_memory(mistake)
+    assert failed(mistake) == EXIT_FAILED
+    assert "gets no more memory" in capsys.readouterr().err
+    assert not is_out_of_memory(ConfigKeyError("hydra.sweep.dir"))
 
 
 def test_a_program_without_memory_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

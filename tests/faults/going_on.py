@@ -14,7 +14,7 @@ def goes_on(scenario: Scenario, words: tuple[str, ...], trial: Trial) -> tuple[s
     if scenario.words[0].startswith("resume=") or not scenario.resumes:
         return words
     has_row = (run / "result.json").exists()
-    if any(run.glob("snapshots/step_0*.pt")):
+    if any(each.suffix in (".pt", ".shards") for each in run.glob("snapshots/step_0*")):
         return (f"resume={scenario.folder}" if has_row else "resume=last",)
     if has_row:  # it can't go on: its user starts it anew in its folder
         trial.clear(run)

@@ -19,6 +19,7 @@ from torch._utils import ExceptionWrapper
 
 from lowvram.core.troubles import DISK_TROUBLES, error_number
 from lowvram.results.files.manifest import in_the_way
+from lowvram.results.files.regular import Irregular, read_regular
 from lowvram.worker.errors import ending, phase, says_all
 
 OUT_OF_MEMORY = {
@@ -161,6 +162,13 @@ def test_what_libraries_say_of_a_full_disk(error: Exception, reason: str) -> Non
     assert ending(error)["reason"].startswith(reason)
 
 
+def test_what_is_in_the_place_of_a_file_of_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(Irregular) as raised:
+        read_regular(tmp_path)
+    assert ending(raised.value)["reason"] == f"it is a folder, no regular file, in the set-up: {tmp_path}"
+    assert says_all(raised.value, str(tmp_path))
+
+
 def test_safetensors_tells_in_words_what_the_disk_has(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError) as raised:
         save_file({"weight": torch.ones(1)}, str(tmp_path / "nowhere" / "model.safetensors"))
@@ -215,10 +223,13 @@ def test_an_error_that_is_none_of_memory() -> None:
 
 
 def test_a_library_that_finds_no_room_among_limited_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ImportError("libarrow.so: failed to map segment from shared object")
-    assert ending(error)["status"] == "error"  # as where a mount forbids it
+    errors = [
+        ImportError("libarrow.so: failed to map segment from shared object"),  # as where a mount forbids it
+        SystemError("error return without exception set"),  # of Python's own code
+    ]
+    assert {ending(error)["status"] for error in errors} == {"error"}
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
-    assert ending(error)["status"] == "oom"
+    assert {ending(error)["status"] for error in errors} == {"oom"}
 
 
 def test_a_phase_is_that_of_lowvram_s_own_code_wherever_it_lies() -> None:
