@@ -30,6 +30,7 @@ from lowvram.core.mesh import data_ranks
 from lowvram.core.probes.draws import NO_RANDOMNESS
 from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.shards import whole
+from lowvram.core.stages import stages_of
 from lowvram.core.step import step
 from lowvram.core.stepper import Update
 from lowvram.core.structure import Structure, lacking
@@ -374,7 +375,8 @@ def train(
     losses, updates = zip(*(step(rig, part.to(device)) for part in slices), strict=True)
     names = {**{parameter: name for name, parameter in rig.model.named_parameters()}, **rig.names_of_updated}
     gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
-    buffers = dict(rig.model.named_buffers())
+    buffers, stages = dict(rig.model.named_buffers()), stages_of(rig.model)
+    buffers = buffers if stages is None else stages.kept_here(buffers)
     parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}
     return Trained(list(losses), list(updates), gradients, parameters, buffers)
 

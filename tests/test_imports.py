@@ -192,6 +192,8 @@ def test_the_house_is_small() -> None:
 def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     """Outside it only steppers go backward."""
     assert {name for name in SOURCES if calls(name, "backward")} == {
+        "compat.torch_pipelining",  # asks what stands in the next line
+        "knobs.sharding.pipeline_run",  # asks the stepper
         "core.phases",  # a stepper around another, with marks
         "core.rig",  # asks the stepper
         "core.stepper",  # one around another
@@ -203,6 +205,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.stepping.strategies",  # of in_backward
         "knobs.tile.chunks",  # inside a backward pass: through the graph of one chunk
         "core.probes.alone",  # of a copy of a block, which learns nothing
+        "knobs.sharding.runs_trial",  # of copies with random weights
     }
 
 

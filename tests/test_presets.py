@@ -33,6 +33,7 @@ QWEN_15B = llm("qwen2", 1536, 8960, 28, (12, 2), 151_936, tie_word_embeddings=Tr
 QWEN_3B = llm("qwen2", 2048, 11_008, 36, (16, 2), 151_936, tie_word_embeddings=True)
 QWEN_4B = llm("qwen3", 2560, 9728, 36, (32, 8), 151_936, tie_word_embeddings=True, head_dim=128)
 QWEN_8B = llm("qwen3", 4096, 12_288, 36, (32, 8), 151_936, tie_word_embeddings=False, head_dim=128)
+QWEN_14B = llm("qwen3", 5120, 17_408, 40, (40, 8), 151_936, tie_word_embeddings=False, head_dim=128)
 LLAMA_8B = llm("llama", 4096, 14_336, 32, (32, 8), 128_256, tie_word_embeddings=False)
 # By preset: the model, the tokens of a sequence, and the card.
 CARDS: dict[str, tuple[Llm, int, list[str]]] = {
@@ -42,6 +43,8 @@ CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "full_3b_12gb": (QWEN_3B, 1024, ["plan.device=rtx3060"]),
     "full_4b_16gb": (QWEN_4B, 1024, ["plan.device=rtx4090", "vram=16GiB"]),
     "full_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
+    "full_8b_2x24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
+    "full_14b_4x24gb": (QWEN_14B, 1024, ["plan.device=rtx3090"]),
     "qlora_3b_6gb": (QWEN_3B, 1024, ["plan.device=rtx3060", "vram=6GiB"]),
     "lora_4b_12gb": (QWEN_4B, 1024, ["plan.device=rtx3060"]),
     "lora_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -19,6 +20,15 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lowvram.compat.replaced import replaced
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The ranks of several dimensions of a mesh, in one dimension. A collective.
+
+    torch.distributed.device_mesh.DeviceMesh._flatten, since 2.5. Replaced by a public method, if torch makes one.
+    """
+    return mesh[names]._flatten()
+
 
 DefaultAllGather = _fsdp_collectives.DefaultAllGather
 """FSDP2's default class for gathering weights.
@@ -103,15 +113,15 @@ def has_gradient(parameter: Any) -> bool:
     return gathered is not None and (parameter.unsharded_accumulated_grad is not None or gathered.grad is not None)
 
 
-def pretend_ranks(num_ranks: int) -> None:
-    """Make this process rank 0 of `num_ranks` fake ranks, whose collectives return at once without communication.
+def pretend_ranks(num_ranks: int, rank: int = 0) -> None:
+    """Make this process one of `num_ranks` fake ranks, whose collectives return at once without communication.
 
     torch.testing._internal.distributed.fake_pg, since 2.1: its import registers the backend "fake". Replaced by a
     public module with the same, if torch makes one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from lowvram.core.copies import lend_gradients, real_views
 from lowvram.core.device import absent_facts
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts, ranks_in_row
+from lowvram.core.knob import WRITES, Knob, Stage, conflicts, model_facts, row_shape
 from lowvram.core.layouts import update_by_layout
 from lowvram.core.ledger import announce
 from lowvram.core.mesh import all_ranks, lay_out
@@ -58,7 +58,7 @@ def assemble(
     known = task.structure(rig.model)
     check_conflicts(known, knobs, absent_facts(device, all_ranks().size) if absent is None else absent)
     check_compilable(known, knobs)
-    lay_out(device, ranks_in_row(knobs.values(), all_ranks().size))
+    lay_out(device, row_shape(knobs.values(), all_ranks().size))
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.PARTITION:

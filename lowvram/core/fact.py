@@ -37,10 +37,12 @@ class Fact(Enum):
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     OWN_SHARE = "each rank keeps only its own share of the weights"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    EVERY_PARAMETER = "each rank updates every parameter that trains, or its share of it"
     WHOLE_UPDATES = "the optimizer updates whole parameters"
     TRAINED_BLOCKS = "the weights of the model's blocks train"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
+    WHOLE_SAMPLES = "a rank computes whole samples"
     FULL_LOGITS = "the logits of a part exist whole"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
+from lowvram.core.row_shape import ALONE, RowShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +42,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.PLACE: frozenset({"shard", "sync"}),
-    Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total", "updated_of", "finish"}),
+    Stage.SHARD: frozenset({"model", "forward", "criterion", "own", "sync", "run", "total", "updated_of", "finish"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
     Stage.STEPPING: frozenset({"stepper", "run"}),
     Stage.LOGITS: frozenset({"forward", "criterion"}),
@@ -146,11 +147,11 @@ class Knob(ABC):
         None: it doesn't matter to an export."""
         return None
 
-    def ranks_in_row(self, num_ranks: int) -> int:
-        """Over how many ranks it has layers split, if the point has `num_ranks`: these compute the same samples. Raises
-        BadInput for a number that doesn't divide them."""
+    def row_shape(self, num_ranks: int) -> RowShape:
+        """How it has ranks share out the model, if the point has `num_ranks`. Raises BadInput for a number that doesn't
+        divide them."""
         del num_ranks
-        return 1
+        return ALONE
 
     def partition(self, rig: Rig) -> None:
         """Split the model's layers over the ranks of a row, in place, at stage PARTITION, whatever its own stage."""
@@ -200,9 +201,10 @@ def weights_per_scale(knobs: Iterable[Knob]) -> int | None:
     return next(filter(None, (knob.weights_per_scale() for knob in knobs)), None)
 
 
-def ranks_in_row(knobs: Iterable[Knob], num_ranks: int) -> int:
-    """As `Knob.ranks_in_row`, of all knobs of a point."""
-    return max((knob.ranks_in_row(num_ranks) for knob in knobs), default=1)
+def row_shape(knobs: Iterable[Knob], num_ranks: int) -> RowShape:
+    """As `Knob.row_shape`, of all knobs of a point."""
+    shapes = (knob.row_shape(num_ranks) for knob in knobs)
+    return next((shape for shape in shapes if shape.size > 1), ALONE)
 
 
 def is_compiled(knobs: Iterable[Knob]) -> bool:

@@ -1,8 +1,9 @@
 """The ranks of a point, as the groups that do something together: all ranks, those with samples of their own, those
-that split layers among them, those that hold the shards of a tensor. Code names the one that it means."""
+that split a model among them, those that hold the shards of a tensor. Code names the one that it means."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, final
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lowvram.compat.torch_distributed import flattened
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.core.row_shape import ALONE, CONTEXT, DATA, PIPELINE, TENSOR, RowShape
 
 T = TypeVar("T")
 
@@ -77,6 +80,15 @@ class Ranks:
         dist.all_gather_object(values, value, self.group)
         return values
 
+    def some(self, places: Sequence[int]) -> Ranks:
+        """Those at these places among them, of which this process is one. A collective of those."""
+        if len(places) == self.size or dist.get_backend(self.group) == "fake":
+            return self
+        everyone = dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size())
+        group = dist.new_group([everyone[place] for place in places], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Ranks(group)
+
     def on_hosts(self) -> Ranks | None:
         """The same ranks, for messages between their hosts that meet no other message; None where there is nobody to
         talk to: one rank, or a plan's fake ones. A collective."""
@@ -101,32 +113,58 @@ def all_ranks() -> Ranks:
 @final
 @dataclass(frozen=True)
 class Layout:
-    """All ranks in rows: those of a row split layers among them and compute the same samples.
+    """All ranks in rows, whose ranks compute the same samples.
 
     Args:
         world: torch's group of all ranks, for which it was made.
-        mesh: (rows, ranks of a row).
+        shape: of a row.
+        mesh: as `RowShape.over`.
+        groups: torch's groups of ranks that differ in some of the mesh's dimensions alone, by these.
     """
 
     world: Any
+    shape: RowShape
     mesh: DeviceMesh
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup]
+    stage_hosts: Ranks | None  # see below
+
+    def ranks(self, *names: str) -> Ranks | None:
+        """The ranks that differ from this one in these dimensions alone; None if it is the only one."""
+        there = tuple(name for name in self.mesh.mesh_dim_names or () if name in names)
+        return Ranks(self.groups[there]) if there else None
 
 
 _laid_out: list[Layout] = []  # as torch's own group of all ranks, of which a process has one at a time
 
 
-def lay_out(device: torch.device, num_in_row: int) -> None:
-    """Put all ranks into rows of `num_in_row`, for as long as this process is one of them. A collective, unless they
-    are in such rows."""
-    row = tensor_mesh()
-    if num_in_row == (1 if row is None else row.size()):
+def lay_out(device: torch.device, shape: RowShape) -> None:
+    """Put all ranks into rows of this shape, for as long as this process is one of them. A collective, unless they are
+    in such rows."""
+    laid_out = layout()
+    if shape == (ALONE if laid_out is None else laid_out.shape):
         return
     _laid_out.clear()
-    if num_in_row > 1:
-        shape = (all_ranks().size // num_in_row, num_in_row)
-        with without_dispatch_modes():
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, TENSOR))
-        _laid_out.append(Layout(dist.group.WORLD, mesh))
+    if shape.size == 1:
+        return
+    sizes = shape.over(all_ranks().size)
+    with without_dispatch_modes():
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        wanted: set[tuple[str, ...]] = {(name,) for name in sizes}
+        for names in ((PIPELINE, CONTEXT, TENSOR), (DATA, CONTEXT), (PIPELINE, DATA, CONTEXT)):
+            wanted.add(tuple(name for name in names if name in sizes))
+        groups = {names: group_over(mesh, names) for names in sorted(wanted - {()})}
+        stage_hosts = Ranks(groups[(PIPELINE,)]).on_hosts() if shape.pipeline > 1 else None
+    _laid_out.append(Layout(dist.group.WORLD, shape, mesh, groups, stage_hosts))
+
+
+def group_over(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:
+    """The group of ranks that differ from this one in these dimensions of a mesh alone. A collective."""
+    if len(names) == 1:
+        return mesh.get_group(names[0])
+    if names == mesh.mesh_dim_names:
+        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+        return dist.group.WORLD
+    return flattened(mesh, names).get_group()
 
 
 def layout() -> Layout | None:
@@ -136,15 +174,35 @@ def layout() -> Layout | None:
 
 
 def tensor_mesh() -> DeviceMesh | None:
-    """This rank's row, over which layers are split; None if they aren't."""
+    """The ranks over which this rank's layers are split; None if they aren't."""
     laid_out = layout()
-    return None if laid_out is None else laid_out.mesh[TENSOR]
+    return None if laid_out is None or laid_out.shape.tensor == 1 else laid_out.mesh[TENSOR]
+
+
+def ranks_along(*names: str) -> Ranks | None:
+    """The ranks that differ from this one in these dimensions of all ranks alone; None if it is the only one."""
+    laid_out = layout()
+    return None if laid_out is None else laid_out.ranks(*names)
+
+
+def is_first_of_stage() -> bool:
+    """Whether this rank is the first of those that have the same blocks; without a pipeline, of all ranks."""
+    laid_out = layout()
+    if laid_out is None or laid_out.shape.pipeline == 1:
+        return all_ranks().is_first
+    names = {*(laid_out.mesh.mesh_dim_names or ())} - {PIPELINE}
+    return all(laid_out.mesh.get_local_rank(name) == 0 for name in names)
+
+
+def stage_hosts() -> Ranks | None:
+    """This rank's pipeline, for messages between its hosts; None where no model is cut into stages, or in a plan."""
+    laid_out = layout()
+    return None if laid_out is None else laid_out.stage_hosts
 
 
 def row_ranks() -> Ranks | None:
     """This rank's row, whose ranks compute the same samples; None if it is alone."""
-    row = tensor_mesh()
-    return None if row is None else Ranks(row.get_group())
+    return ranks_along(PIPELINE, CONTEXT, TENSOR)
 
 
 def is_in_first(mesh: DeviceMesh) -> bool:
@@ -153,15 +211,26 @@ def is_in_first(mesh: DeviceMesh) -> bool:
     laid_out = layout()
     if laid_out is None or mesh.size() == all_ranks().size:
         return True
-    others = {DATA, TENSOR} - {*(mesh.mesh_dim_names or ())}
+    others = {*(laid_out.mesh.mesh_dim_names or ())} - {*(mesh.mesh_dim_names or ()), PIPELINE}  # stages hold others
     return all(laid_out.mesh.get_local_rank(name) == 0 for name in others)
 
 
 def data_ranks() -> Ranks:
-    """The ranks that share out the samples of a logical batch: each computes a slice. Where layers are split, they are
-    those at this rank's place in each row."""
-    laid_out = layout()
-    return Ranks() if laid_out is None else Ranks(laid_out.mesh.get_group(DATA))
+    """The ranks that share out the samples of a logical batch: each computes a slice. Where ranks share out a model,
+    they are those at this rank's place in each row."""
+    return ranks_along(DATA) or all_ranks()
+
+
+def target_ranks() -> Ranks:
+    """The ranks that share out the targets of a logical batch, by samples, and by the tokens of a sample: losses and
+    gradients are sums over them."""
+    return ranks_along(DATA, CONTEXT) or all_ranks()
+
+
+def ranks_with_outputs() -> Ranks:
+    """The ranks over which sums of what an evaluation tells are taken: each has its samples' outputs or, in a pipeline,
+    nothing to add."""
+    return ranks_along(PIPELINE, DATA, CONTEXT) or all_ranks()
 
 
 def tell(line: str) -> None:
@@ -177,16 +246,16 @@ def tell_once(line: str) -> None:
 
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"  # the dimensions of meshes of data ranks, called as in torchtitan
-DATA, TENSOR = "dp", "tp"  # those of all ranks
 
 
 def device_mesh(device: torch.device, num_copies: int = 1) -> DeviceMesh:
     """The data ranks as torch's mesh (num_copies, size / num_copies) of such devices: weights can be sharded over its
     last dimension, and each index of the first has a copy. With one copy the mesh is (size,). Where layers are split,
-    too, it is part of the mesh of all ranks, as FSDP2 wants it."""
+    too, it is part of the mesh of all ranks, as FSDP2 wants it; where tokens are shared out, that of `target_ranks`."""
     if (laid_out := layout()) is not None:
-        return laid_out.mesh[DATA]
+        with without_dispatch_modes():  # a mesh's tensors are the host's, and it reads their values, in a plan, too
+            return laid_out.mesh[DATA] if laid_out.shape.context == 1 else flattened(laid_out.mesh, (DATA, CONTEXT))
     num_shards = data_ranks().size // num_copies
     shape, names = ((num_shards,), (SHARD,)) if num_copies == 1 else ((num_copies, num_shards), (REPLICATE, SHARD))
-    with without_dispatch_modes():  # in a plan, too, a mesh's tensors have values, which it reads, and are the host's
+    with without_dispatch_modes():
         return init_device_mesh(device.type, shape, mesh_dim_names=names)

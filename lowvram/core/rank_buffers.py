@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import RunningNorm
 from lowvram.compat.torch_versions import version
-from lowvram.core.mesh import Ranks, data_ranks, tell
+from lowvram.core.mesh import Ranks, target_ranks, tell
 
 
 @final
@@ -23,7 +23,7 @@ class RankBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, [*others(model)]
-        self.ranks = data_ranks()
+        self.ranks = target_ranks()
         self.hosts = self.ranks.on_hosts() if self.names else None
         self.before: dict[str, tuple[Tensor, int]] = {}
         self.told: set[str] = set()
@@ -98,7 +98,7 @@ def average_statistics(model: nn.Module, weight: float | None = None) -> None:
     training = [norm for norm in norms(model) if norm.training]
     statistics = [tensor for norm in training for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
     if statistics:
-        ranks = data_ranks()
+        ranks = target_ranks()
         own = torch.cat(statistics) if weight is None else torch.cat(statistics).mul_(weight)
         means = ranks.sum(own) / ranks.size
         for tensor, mean in zip(statistics, means.split([len(tensor) for tensor in statistics]), strict=True):

@@ -33,12 +33,14 @@ class Part:
     counts samples. `soft` is what a teacher predicts for the targets: None without one; in a batch such tensors again,
     if they come with the samples; once the part is on the device, `SoftTargets`. `num_in_batch` is how many samples the
     logical batch has over all ranks, where ranks have slices of different sizes; None where they have equal ones.
+    `num_tokens` is how many tokens a sample has, where this part has a run of them alone; None where it has all.
     """
 
     inputs: Any
     targets: Any
     soft: Any = None
     num_in_batch: int | None = None
+    num_tokens: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -57,7 +59,7 @@ class Part:
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
         inputs, targets, soft = (tree_map_only(Tensor, change, each) for each in (self.inputs, self.targets, self.soft))
-        return Part(inputs, targets, soft, self.num_in_batch)
+        return Part(inputs, targets, soft, self.num_in_batch, self.num_tokens)
 
     def to(self, device: torch.device) -> Part:
         return self.map(lambda tensor: tensor.to(device))
@@ -155,7 +157,7 @@ def enough_samples(part: Part, num_parts: int) -> Iterator[None]:
 def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
     """Move the part to the device, and compute its share of the mean loss (0-dim). Afterwards only autograd holds what
     was moved, as far as the backward pass needs it."""
-    moved = rig.move(part)
+    moved = rig.move(rig.own(part))
     loss = rig.criterion(rig.forward(moved), moved)
     return loss / total.to(loss.dtype)
 
@@ -180,6 +182,7 @@ class Rig:
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
     rounding: Rounding | None = None  # how an fp32 result is kept in weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts, where the batch is
+    own: Callable[[Part], Part] = lambda part: part  # what of a part this rank computes: perhaps some of its tokens
     move: Callable[[Part], Part] = lambda part: part  # to the device
     teacher: nn.Module | None = None  # a model that the task asks for advice, and that never trains
     shard: Callable[..., Any] = (

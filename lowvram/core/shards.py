@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from lowvram.compat.torch_distributed import all_gather
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import norms
+from lowvram.core.mesh import layout, ranks_along
+from lowvram.core.row_shape import PIPELINE
 
 T = TypeVar("T")
 Groups = tuple[dist.ProcessGroup, ...]
@@ -42,6 +44,35 @@ def row_orders(model: nn.Module) -> dict[str, Tensor | None]:
 def row_order(tensor: Tensor) -> Tensor | None:
     """See `set_row_order`."""
     return getattr(tensor, ROW_ORDER, None)
+
+
+PLACE = "lowvram_place"  # an attribute of parameters
+
+
+def set_place(parameter: Tensor, place: int | None) -> None:
+    """Note which of all parameters of the model one is, where ranks have different ones."""
+    if place is not None:
+        setattr(parameter, PLACE, place)
+
+
+def place_of(parameter: Tensor) -> int | None:
+    """See `set_place`; None where all ranks have the same parameters."""
+    return getattr(parameter, PLACE, None)
+
+
+ELSEWHERE = "lowvram_counted_elsewhere"  # an attribute of gradients
+
+
+def count_elsewhere(gradient: Tensor) -> None:
+    """Mark a gradient that another rank has, too, which counts it in sums over ranks."""
+    setattr(gradient, ELSEWHERE, True)
+
+
+def with_notes(tensor: Tensor, of: Tensor) -> Tensor:
+    """A tensor, with what is noted at the one that it replaces."""
+    set_row_order(tensor, row_order(of))
+    set_place(tensor, place_of(of))
+    return tensor
 
 
 def reordered(whole: Tensor, order: Tensor | None, like: DTensor) -> Tensor:
@@ -355,10 +386,16 @@ class SquareSum:
 
     def add_norm(self, norm: Tensor, of: Tensor) -> None:
         """The same, given the Euclidean norm of the values."""
+        if getattr(of, ELSEWHERE, False):
+            return
         self._norms.setdefault(groups_of(of), []).append(norm)
 
     def total(self) -> Tensor:
         """0-dim, at least fp32. With shards it is a collective: all ranks must call it. Doesn't wait for a CUDA
         device."""
         sums = [summed_over(groups, torch.stack(norms).square().sum()) for groups, norms in in_order(self._norms)]
-        return reduce(torch.add, sums) if sums else torch.zeros(())
+        stages, laid_out = ranks_along(PIPELINE), layout()
+        if stages is None or laid_out is None:
+            return reduce(torch.add, sums) if sums else torch.zeros(())
+        own = reduce(torch.add, sums) if sums else torch.zeros((), device=laid_out.mesh.device_type)
+        return stages.sum(own.double()).to(own.dtype)  # a stage without gradients doesn't know the others' format

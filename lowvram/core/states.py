@@ -19,7 +19,8 @@ from lowvram.compat.torch_versions import version
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
-from lowvram.core.mesh import all_ranks
+from lowvram.core.merged_states import from_all_stages, keep_own_part
+from lowvram.core.mesh import all_ranks, is_first_of_stage, stage_hosts
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
 from lowvram.core.shards import (
@@ -36,6 +37,7 @@ from lowvram.core.shards import (
     taken_apart,
     whole,
 )
+from lowvram.core.stages import stages_of
 from lowvram.core.trainable import ever_trains
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
@@ -60,11 +62,11 @@ def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cp
     def gather(tensor: DTensor) -> Tensor | dict[str, list[Tensor]] | None:
         if is_kept_apart(tensor):
             shards = all_shards(tensor)
-            return {SHARDS: [shard.cpu() for shard in shards]} if all_ranks().is_first else None
+            return {SHARDS: [shard.cpu() for shard in shards]} if is_first_of_stage() else None
         entire = whole(tensor)
-        return compact(keep(entire)) if all_ranks().is_first else None
+        return compact(keep(entire)) if is_first_of_stage() else None
 
-    entire = tree_map_only(DTensor, gather, state)
+    entire = from_all_stages(tree_map_only(DTensor, gather, state))
     return entire if all_ranks().is_first else None
 
 
@@ -164,6 +166,8 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load whole tensors into a model that may be sharded. Frozen parameters may be missing and then stay as they
     are."""
     like = model.state_dict()
+    if stage_hosts() is not None:  # other ranks have the others
+        state = {name: value for name, value in state.items() if name in like}
     frozen = {name: like[name] for name, _ in frozen_parameters(model)}
     loaded = {name: placed(value, like[name]) if name in like else value for name, value in state.items()}
     model.load_state_dict({**frozen, **loaded})
@@ -179,6 +183,9 @@ def whole_model(
         keep: as of `gathered`.
     """
     reshard(model)  # an evaluation leaves what belongs to no block gathered
+    if (stages := stages_of(model)) is not None:
+        values = gathered(stages.kept_here(dict(named_tensors(model))), keep)
+        return None if values is None else give(with_values(make(), values), extra_states(model))
     if not any(map(is_sharded, model.parameters())):
         return model if all_ranks().is_first else None
     names = {tensor: name for name, tensor in reversed(named_tensors(model))}  # of a tied one, the first
@@ -227,6 +234,7 @@ def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         optimizer.register_step_post_hook(_mark_state)
     if all(map(host.holds, parameters)):
         optimizer.step = _on_host(optimizer.step)
+    keep_own_part(optimizer)
 
 
 def keep_own_settings(optimizer: Optimizer) -> None:

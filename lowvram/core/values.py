@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.references import aliases, replace_tensors
-from lowvram.core.shards import local, placed, row_order, set_row_order
+from lowvram.core.shards import local, placed, with_notes
 from lowvram.core.shared_memory import laid_out_as, sharing
 
 # Called with the dotted name of a parameter or buffer and its tensor; writes the initial value into it. A fill that
@@ -104,8 +104,7 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     elif host.is_assigned(tensor):
         host.mark(value)
     value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-    set_row_order(value, row_order(tensor))
-    return value
+    return with_notes(value, tensor)
 
 
 def fill_nothing(name: str, tensor: Tensor) -> None:

@@ -14,8 +14,9 @@ from torch.backends import mha
 
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.loss_parts import unchanged_afterwards
-from lowvram.core.mesh import data_ranks
+from lowvram.core.mesh import data_ranks, ranks_with_outputs
 from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.core.stages import StageEnds
 from lowvram.data.loader import eval_batches
 from lowvram.loops.session import NonFinite, Session
 from lowvram.loops.user_metrics import Metric, user_metrics
@@ -47,7 +48,7 @@ def evaluate(session: Session) -> Evaluation:
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
     with in_evaluation(rig.model), same_draws_afterwards(rig.model), loss_in_evaluation(session.problem):
         of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
-        sums = data_ranks().sum(torch.stack(of_parts).sum(0))
+        sums = ranks_with_outputs().sum(torch.stack(of_parts).sum(0))
     loss, correct, num_targets, *more = sums.tolist()
     num_answers = more.pop() if len(more) > len(rig.eval_means) else num_targets
     if not num_targets:
@@ -92,10 +93,15 @@ def loss_in_evaluation(problem: Problem) -> Iterator[None]:
 def part_sums(session: Session, rig: Rig, part: Part, metrics: Mapping[str, Metric]) -> Any:
     """(loss, correct answers, targets, those of `Rig.eval_means`, and answers if those are counted otherwise than
     targets) of one part, summed: fp64. Then updates the user's metrics."""
-    outputs = rig.forward(part)
+    part = rig.own(part)
+    num_answers = session.problem.num_answers(part)
+    try:
+        outputs = rig.forward(part)
+    except StageEnds:  # another rank of the pipeline has them
+        num_sums = 3 + len(rig.eval_means) + (num_answers is not None)
+        return torch.zeros(num_sums, dtype=torch.float64, device=rig.device)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
     more = [sum_of(part) for sum_of in rig.eval_means.values()]
-    num_answers = session.problem.num_answers(part)
     more += [] if num_answers is None else [num_answers]
     sums = [loss, correct, session.problem.num_targets(part), *more]
     stacked = torch.stack([each.double() for each in sums])

@@ -17,7 +17,7 @@ from lowvram.core.layers import num_packed
 from lowvram.core.mesh import data_ranks
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
-from lowvram.core.trainable import ever_trains
+from lowvram.core.stages import sizes_of
 from lowvram.data.spec import TEXTS
 from lowvram.loops.evaluate import Evaluation
 from lowvram.loops.session import Session
@@ -51,7 +51,7 @@ def trained(session: Session) -> Fields:
 
 def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
     """The fields about the model that are known before it runs, and how knobs change what it computes."""
-    sizes = [(parameter.numel(), ever_trains(parameter)) for parameter in model.parameters()]
+    sizes = sizes_of(model)
     return {
         "model": {
             "parameters": sum(size for size, _ in sizes) + num_packed(model),

@@ -147,7 +147,7 @@ class MeasureNoise(Knob):
     stage = Stage.STEPPING
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.GRADS_AT_UPDATE, Fact.PLAIN_BACKWARD, Fact.WHOLE_UPDATES})
+        return frozenset({Fact.GRADS_AT_UPDATE, Fact.PLAIN_BACKWARD, Fact.WHOLE_UPDATES, Fact.WHOLE_SAMPLES})
 
     def apply(self, rig: Rig) -> Rig:
         stepper = NoiseStepper(rig.stepper, rig.model, self.found)

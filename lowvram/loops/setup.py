@@ -12,7 +12,8 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.fact import Fact, ModelFact
-from lowvram.core.knob import conflicts, ranks_in_row
+from lowvram.core.knob import conflicts, row_shape
+from lowvram.core.row_shape import RowShape
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
 from lowvram.loops.noise_scale import noise_of
@@ -40,10 +41,9 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
     return torch.cuda.device_count() if is_spread else 1
 
 
-def num_data_ranks(settings: Settings, num_ranks: int) -> int:
-    """Among how many of a point's ranks a logical batch is shared out. Raises BadInput where they can't be laid out as
-    the point wants them."""
-    return num_ranks // ranks_in_row((settings.groups[group] for group in KNOB_GROUPS), num_ranks)
+def row_of(settings: Settings, num_ranks: int) -> RowShape:
+    """How a point's ranks share out the model. Raises BadInput where they can't be laid out so."""
+    return row_shape((settings.groups[group] for group in KNOB_GROUPS), num_ranks)
 
 
 def check_cards(num_local: int, device: torch.device, names_card: bool) -> None:
@@ -148,7 +148,8 @@ def check_metrics(settings: Settings) -> None:
     """Raise BadInput if the user's metrics can't be imported, or would be given outputs that never exist whole."""
     metrics = settings.eval.metrics or []
     user_metrics(metrics, torch.device("cpu"))
-    breakers = [group for group in KNOB_GROUPS if Fact.FULL_LOGITS in settings.groups[group].breaks()]
+    whole = {Fact.FULL_LOGITS, Fact.WHOLE_SAMPLES}
+    breakers = [group for group in KNOB_GROUPS if whole & settings.groups[group].breaks()]
     if metrics and breakers:
         allowed = f"null with this option of {breakers[0]}, under which the model's outputs never exist whole"
         raise BadInput("eval.metrics", metrics, allowed)

@@ -15,10 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lowvram.config.errors import Incompatible
 from lowvram.core import generators
 from lowvram.core.knob import weights_per_scale
 from lowvram.core.loss_parts import LossState
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import all_ranks, stage_hosts
 from lowvram.core.phases import BETWEEN
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
@@ -253,7 +254,9 @@ class TrainingRun:
 
     def save_alone(self, random: dict[str, Any], held: dict[str, Any] | None) -> bool:
         """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
-        the snapshot, as the last one."""
+        the snapshot, as the last one. Raises Incompatible in a pipeline, whose ranks have parts of the state."""
+        if stage_hosts() is not None:
+            raise Incompatible("sharding=pipeline saves all stages together, and one has failed")
         if not self.savable.check(self.formed_state(), self.step):
             return False
         posts, state = Posts(self.session.folder, self.step), self.state([])

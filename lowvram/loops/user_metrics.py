@@ -15,8 +15,9 @@ from lowvram.compat.torch_autocast import same_autocast
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import import_object
-from lowvram.core.mesh import data_ranks
+from lowvram.core.mesh import data_ranks, ranks_along, ranks_with_outputs
 from lowvram.core.rig import Part
+from lowvram.core.row_shape import PIPELINE
 
 KEY = "eval.metrics"
 
@@ -94,7 +95,7 @@ class MeanOverSamples(Metric):
         self.sums = self.sums + torch.stack([mean, torch.ones_like(mean)]) * num_samples
 
     def score(self) -> float:
-        total, num_samples = data_ranks().sum(self.sums).tolist()
+        total, num_samples = ranks_with_outputs().sum(self.sums).tolist()
         return total / num_samples
 
 
@@ -108,6 +109,8 @@ class Collected(Metric):
         require({"update", "compute"} <= names, KEY, target, f"{allowed} compute(): a {type(metric).__name__} has not")
         allowed = "a function: with several ranks an object must have `sync`, as those of torchmetrics have"
         require(data_ranks().size == 1 or "sync" in names, KEY, target, allowed)
+        allowed = "a function: with sharding=pipeline the last stage alone has outputs"
+        require(ranks_along(PIPELINE) is None, KEY, target, allowed)
         self.metric: Any = metric.to(device) if isinstance(metric, nn.Module) else metric  # torchmetrics' states
         self.target = target
 

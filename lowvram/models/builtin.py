@@ -14,6 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.transforms import GrowthKind
 from lowvram.core.mesh import tell
 from lowvram.core.probes.blocks import FoundBlocks
+from lowvram.core.probes.runs import TOLD, Told
 from lowvram.core.probes.splits import SPLITS, Splits
 from lowvram.core.probes.stated import BRANCHES, TAIL, Tail
 from lowvram.core.seeds import generator_for
@@ -46,6 +47,10 @@ class OwnModule(nn.Module, ABC):
 
     def splits(self) -> Splits | None:
         """How its layers can be split over ranks; None if they can't."""
+        return None
+
+    def told(self) -> Told | None:
+        """Which argument tells it at which positions its tokens are; None if there is none."""
         return None
 
     def tail(self) -> Tail | None:
@@ -158,6 +163,7 @@ class OwnModel(ModelConfig, Remade):
             Blocks(): lambda known: own(known.model).found_blocks(),
             BRANCHES: lambda known: own(known.model).branches(),
             SPLITS: lambda known: own(known.model).splits(),
+            TOLD: lambda known: own(known.model).told(),
             TAIL: lambda known: own(known.model).tail(),
         }
 

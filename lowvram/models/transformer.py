@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.transforms import GrowthKind
+from lowvram.core.probes.runs import As, Told
 from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.probes.stated import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
@@ -236,16 +237,20 @@ class Transformer(OwnModule):
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, tokens_bt: Tensor, positions_bt: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor | None = None, first: int | None = None) -> Tensor:
         """Token numbers (int64) to logits (b, t, v).
 
         Args:
             positions_bt: of rows of several sequences, in which each counts its tokens from 0; None: each row is one.
+            first: the position of the first token of each row, where these are runs of longer rows.
         """
-        x_btd = self.dropout(self.position_embedding(self.widen(self.token_embedding(tokens_bt)), positions_bt))
-        places = (
-            () if positions_bt is None else (positions_bt, mask_of(positions_bt, dtype_of_scores(x_btd), self.reach))
-        )
+        x_btd = self.widen(self.token_embedding(tokens_bt))
+        places: tuple[Tensor, ...] = ()
+        if positions_bt is not None:
+            places = (positions_bt, mask_of(positions_bt, dtype_of_scores(x_btd), self.reach))
+        elif first is not None:
+            places = (torch.arange(first, first + tokens_bt.shape[1], device=x_btd.device)[None],)
+        x_btd = self.dropout(self.position_embedding(x_btd, *places[:1]))
         for block in islice(cycle(self.blocks), self.num_layers):
             x_btd = block(x_btd, *places)
         return self.after_blocks(x_btd)
@@ -274,6 +279,9 @@ class Transformer(OwnModule):
                 counts.append((f"{block}.attention.rotate", "num_value_heads"))
             units["heads of keys and values"] = attention.heads[1]
         return Splits(layers, units, tuple(counts))
+
+    def told(self) -> Told:
+        return Told("first", As.first)
 
     def branches(self) -> tuple[tuple[str, ...], ...]:
         """Of each block its attention and its MLP."""

@@ -10,6 +10,7 @@ import torch
 
 from lowvram.core.device import Card
 from lowvram.core.kind import Kind
+from lowvram.core.row_shape import ALONE, RowShape
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.memory.overheads import (
     RECURRENT,
@@ -40,7 +41,7 @@ class PlanDevice:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
-    num_in_row: int = 1  # see `Target`
+    row: RowShape = ALONE
     here: torch.device | None = None  # the same as a torch device; None: it isn't one of this machine
     rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
@@ -49,7 +50,7 @@ class PlanDevice:
     def target(self) -> Target:
         capability = self.device.capability
         card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
-        return Target(card, self.num_ranks, self.num_in_row)
+        return Target(card, self.num_ranks, self.row)
 
 
 def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:

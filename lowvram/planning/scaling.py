@@ -131,7 +131,7 @@ class TraceScaler:
         samples, num_larger = divmod(most_in_slice(batch_size, self.target.num_data_ranks), parts)
         assert samples, "a part without samples"
         split = Split(parts, num_larger)
-        short = split.shortest()
+        short = split if self.target.row.pipeline > 1 else split.shortest()  # parts aren't computed one after another
         # Before known traces are looked up: a point with a conflict may have the same structure as one without.
         self.check({**knobs, "accum": Parts(short.parts)})
         knobs = {name: knob for name, knob in knobs.items() if affects_trace(knob)}

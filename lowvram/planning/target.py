@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from lowvram.core.device import Card, absent_from
 from lowvram.core.fact import Fact
+from lowvram.core.row_shape import ALONE, RowShape
 
 
 @final
@@ -16,12 +17,18 @@ class Target:
 
     card: Card | None = None  # None: a CPU
     num_ranks: int = 1
-    num_in_row: int = 1  # that split layers among them, and compute the same samples
+    row: RowShape = ALONE
+    rank: int = 0  # whose tensors are followed
 
     @property
     def num_data_ranks(self) -> int:
         """Among how many a logical batch is shared out."""
-        return self.num_ranks // self.num_in_row
+        return self.row.num_rows(self.num_ranks)
+
+    def stages(self) -> list[Target]:
+        """The same for one rank of each stage of a pipeline, in order; without one, itself."""
+        apart = self.num_ranks // self.row.pipeline
+        return [replace(self, rank=stage * apart) for stage in range(self.row.pipeline)]
 
     def absent(self) -> dict[Fact, str]:
         """The facts that the device lacks, each with what the user can do about it. Assumes that compilers are

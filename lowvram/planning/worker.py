@@ -20,7 +20,15 @@ from lowvram.core.knob import Knob, Stage, is_compiled, model_facts
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
 from lowvram.loops.noise_scale import noise_of
-from lowvram.loops.setup import acting_allocator, can_replace, open_data, require_budget, undecided, wanted_ranks
+from lowvram.loops.setup import (
+    acting_allocator,
+    can_replace,
+    open_data,
+    require_budget,
+    row_of,
+    undecided,
+    wanted_ranks,
+)
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.choice import Attempt, choose_blocks, decide
@@ -129,12 +137,14 @@ class Planner:
         }
 
     def traced(self, settings: Settings, choices: Mapping[str, str], target: Target) -> ScaledTrace:
-        """The trace of a point."""
+        """The trace of a point; of a pipeline, that of the stage that takes the most memory."""
         parts = settings.groups["accum"].parts
         check_batch_size(settings.train.batch_size, parts, target.num_data_ranks)
         num_rows = self.most_rows(settings, target.num_data_ranks * parts)
         knobs = without_parts(named_knobs(settings, choices))
-        return self.scaler(self.problem(settings), target).trace(knobs, parts, num_rows)
+        problem = self.problem(settings)
+        traces = [self.scaler(problem, each).trace(knobs, parts, num_rows) for each in target.stages()]
+        return max(traces, key=lambda each: each.trace.sums().peak_bytes)
 
     def with_rates(self, plan_device: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
         """The device with its measured rates, if there are any on disk. Measures nothing."""
@@ -221,7 +231,7 @@ def plan_device_of(settings: Settings) -> PlanDevice:
     known."""
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
-    ranks = (num_ranks, sharding.ranks_in_row(num_ranks))
+    ranks = (num_ranks, row_of(settings, num_ranks))
     if settings.plan.device != "auto":
         here = CPU if settings.plan.device == CPU.type else None
         return PlanDevice(settings.plan.device, load_device(settings.plan.device), *ranks, here)
@@ -246,7 +256,7 @@ def plan_device_here(settings: Settings, num_launched: int | None = None) -> Pla
     num_ranks = num_launched
     if num_ranks is None:
         num_ranks = wanted_ranks(settings.groups["sharding"], device, settings.root.names_card)
-    free_bytes, ranks = free_host_bytes(), (num_ranks, settings.groups["sharding"].ranks_in_row(num_ranks))
+    free_bytes, ranks = free_host_bytes(), (num_ranks, row_of(settings, num_ranks))
     if device.type == "cpu":
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)
         return PlanDevice("cpu", spec, *ranks, device)

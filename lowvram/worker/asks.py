@@ -14,7 +14,7 @@ from lowvram.core.device import choose_device, visible_cards
 from lowvram.core.fact import Fact
 from lowvram.fidelity.reference import reference_of
 from lowvram.loops.session import Events
-from lowvram.loops.setup import acting_allocator, check_cards, num_data_ranks, wanted_ranks
+from lowvram.loops.setup import acting_allocator, check_cards, row_of, wanted_ranks
 from lowvram.loops.user_metrics import user_metrics
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.time.calibration import Calibrations
@@ -41,7 +41,9 @@ def check(events: Events, configs: list[dict[str, Any]], jobs: str = "1") -> Fie
         whole.check_paths()
         ranks = whole.groups["sharding"].ranks
         num_ranks = 1 if ranks == "auto" else int(ranks)
-        check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_data_ranks(whole, num_ranks))
+        check_batch_size(
+            whole.train.batch_size, whole.groups["accum"].parts, row_of(whole, num_ranks).num_rows(num_ranks)
+        )
         user_metrics(whole.eval.metrics or (), torch.device("cpu"))
     return {"status": "ok", "cards": [] if jobs == "1" else cards_side_by_side(checked, jobs)}
 
@@ -130,7 +132,7 @@ def ranks(events: Events, config: dict[str, Any]) -> Fields:
     device = choose_device(whole.root.device)
     num_ranks = wanted_ranks(whole.groups["sharding"], device, whole.root.names_card)
     check_cards(num_ranks, device, whole.root.names_card)
-    num_slices = num_data_ranks(whole, num_ranks)
+    num_slices = row_of(whole, num_ranks).num_rows(num_ranks)
     check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_slices)  # which limits their number
     return {"status": "ok", "ranks": num_ranks}
 

@@ -37,8 +37,8 @@ from lowvram.loops.setup import (
     check_cards,
     check_decided,
     check_metrics,
-    num_data_ranks,
     open_data,
+    row_of,
     wanted_ranks,
     with_steps,
 )
@@ -77,12 +77,13 @@ def run(
     require(wanted == 1 or not is_inline(spec.config), "process", "inline", allowed)
     num_ranks, num_local = rendezvous.count(sharding.ranks, wanted)
     check_cards(num_local, device, names_card)
-    num_slices = num_data_ranks(settings, num_ranks)
+    row = row_of(settings, num_ranks)
+    num_slices = row.num_rows(num_ranks)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_slices)
     check_batch_warmup(settings, num_slices)
     check_decided(settings, device)
     device, spec = rendezvous.join(spec, num_ranks, device, sharding.timeout_s)
-    lay_out(device, num_ranks // num_slices)
+    lay_out(device, row)
     noise = noise_of(settings.train)
     choices, named = named_knobs(settings, spec.choices, device)
     if choices != spec.choices:

@@ -205,6 +205,18 @@ def test_a_sum_of_parts_has_room_for_what_later_parts_use() -> None:
         assert asked == [[True, False], [True, True], [True, True], [False, True]]
 
 
+@needed("torch.distributed.device_mesh.DeviceMesh._flatten", by="sharding.context")
+def test_two_dimensions_of_a_mesh_are_one() -> None:
+    from lowvram.compat.torch_distributed import flattened, pretend_ranks
+
+    with group_left():
+        pretend_ranks(8)
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        both = flattened(mesh, ("a", "c"))
+        assert both.mesh.tolist() == [0, 1, 4, 5]
+        assert dist.get_process_group_ranks(both.get_group()) == [0, 1, 4, 5]
+
+
 @needed("torch.distributed.distributed_c10d._resolve_process_group", by="plan.wire_bytes with sharding=tensor")
 def test_a_group_is_found_by_its_name() -> None:
     from lowvram.compat.torch_distributed import group_named, pretend_ranks

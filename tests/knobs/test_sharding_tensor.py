@@ -184,7 +184,7 @@ def test_numbers_that_do_not_divide_are_refused_with_those_that_do() -> None:
         == ["sharding.tensor=4: must be a number that divides the model's 2 heads of keys and values: one of 1, 2"] * 4
     )
     with pytest.raises(BadInput, match=r"sharding\.tensor=3: must be a number that divides the 4 ranks"):
-        TensorParallel(tensor=3).ranks_in_row(4)
+        TensorParallel(tensor=3).row_shape(4)
     with pytest.raises(BadInput, match=r"sharding\.tensor=0: must be null, or at least 1"):
         TensorParallel(tensor=0)
     with pytest.raises(BadInput, match=r"sharding\.tensor=2: must be 1 with sharding\.replicate above 1"):
@@ -352,6 +352,6 @@ def test_layers_that_stand_side_by_side_are_each_split() -> None:
 
 
 def test_rows_share_out_the_batch() -> None:
-    assert TensorParallel(tensor=2).ranks_in_row(6) == 2
-    assert TensorParallel().ranks_in_row(6) == 6
-    assert DDP().ranks_in_row(6) == 1
+    assert TensorParallel(tensor=2).row_shape(6).tensor == 2
+    assert TensorParallel().row_shape(6).tensor == 6
+    assert DDP().row_shape(6).tensor == 1

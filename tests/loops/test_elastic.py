@@ -19,7 +19,7 @@ from lowvram.core.mesh import data_ranks
 from lowvram.core.states import Frozen
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.sharding import FSDP, TensorParallel
+from lowvram.knobs.sharding import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto, Problem
@@ -55,7 +55,10 @@ NAMED: dict[str, Choices] = {
     "hsdp": {"sharding": FSDP(replicate=2)},
     "rows": {"sharding": TensorParallel(tensor=2)},
     "sharded rows": {"sharding": FSDP(tensor=2)},
+    "runs": {"sharding": ContextParallel(context=2)},
     "hosts": {"sharding": "fsdp", "offload": "parameters"},
+    "stages": {"sharding": PipelineParallel(schedule="gpipe")},
+    "rows of stages": {"sharding": PipelineParallel(pipeline=2, schedule="gpipe"), "accum": "x2"},
 }
 
 
@@ -73,6 +76,8 @@ ALONE = Point("none", 1)
 OPTIONS = ["ddp", "zero1", "fsdp"]
 POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS), Point("hsdp", 4), Point("hosts", 2)]
 POINTS += [Point("tensor", 2), Point("rows", 4), Point("sharded rows", 4)]
+POINTS += [Point("context", 2), Point("runs", 4), Point("stages", 2), Point("rows of stages", 4)]
+IN_ONE_FILE = ("none", "ddp", "context", "runs", "stages", "rows of stages")  # no rank has a part of a tensor
 
 
 class Leg(NamedTuple):
@@ -134,7 +139,7 @@ def check_pairs(
         leg = Leg(tmp_path / "-".join(map(str, source)), batch_size, stop_at=K, sharded_above_gib=sharded_above_gib)
         assert trained(source, task, {}, [leg]) == [near(wanted[:K])], source
         (saved,) = (leg.folder / "snapshots").iterdir()
-        is_in_shards = sharded_above_gib is not None and source.sharding not in ("none", "ddp")
+        is_in_shards = sharded_above_gib is not None and source.sharding not in IN_ONE_FILE
         assert saved.suffix == (".shards" if is_in_shards else ".pt")
         legs.append(leg._replace(stop_at=None, is_resumed=True))
     for target in targets:
@@ -157,29 +162,33 @@ def test_a_run_goes_on_elsewhere_with_shards_that_each_rank_has_written(tmp_path
     check_pairs(tmp_path, [Point("fsdp", 3)], [ALONE, Point("zero1", 2)], 5, sharded_above_gib=0.0)
 
 
-def fail_in_third_step(leg: Leg) -> str:
+def fail_in_third_step(leg: Leg, point: Point) -> str:
     """Of all ranks at once, so that none can talk to another any more. Returns the error."""
-    session = session_in(
-        leg.folder, SMALL, choices=Point("fsdp", 2).choices(), steps=2 * K, batch_size=12, sharded_above_gib=0.0
-    )
-    forward, parts = session.rig.forward, list[Any]()
+    session = session_in(leg.folder, SMALL, choices=point.choices(), steps=2 * K, batch_size=12, sharded_above_gib=0.0)
+    split, batches = session.rig.split, list[Any]()
 
-    def fail(part: Any) -> Any:
-        parts.append(part)
-        if len(parts) == K + 1:
+    def fail(batch: Any) -> Any:
+        batches.append(batch)
+        if len(batches) == K + 1:
             raise ValueError("broken")
-        return forward(part)
+        return split(batch)
 
     try:
-        Train().run(replace(session, rig=replace(session.rig, forward=fail)))
+        Train().run(replace(session, rig=replace(session.rig, split=fail)))
     except ValueError as error:
         return str(error)
     return "none"
 
 
+def test_stages_that_fail_leave_no_part_of_a_snapshot(tmp_path: Path) -> None:
+    leg = Leg(tmp_path / "found")
+    assert on_ranks(fail_in_third_step, leg, Point("stages", 2)) == ["broken", "broken"]
+    assert not list((leg.folder / "snapshots").glob("*"))
+
+
 def test_ranks_that_fail_leave_their_shards_of_the_last_whole_step(tmp_path: Path) -> None:
     leg = Leg(tmp_path / "found")
-    assert on_ranks(fail_in_third_step, leg) == ["broken", "broken"]
+    assert on_ranks(fail_in_third_step, leg, Point("fsdp", 2)) == ["broken", "broken"]
     (path,) = (leg.folder / "snapshots").iterdir()
     assert (path.name.partition(".")[0], path.suffix) == ("step_00000002", ".shards")
     assert not list(leg.folder.glob(".step_*"))
@@ -189,7 +198,10 @@ def test_ranks_that_fail_leave_their_shards_of_the_last_whole_step(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", *OPTIONS, "hsdp", "tensor", "rows", "sharded rows"])
+@pytest.mark.parametrize(
+    "sharding",
+    ["none", *OPTIONS, "hsdp", "tensor", "rows", "sharded rows", "context", "runs", "stages", "rows of stages"],
+)
 @pytest.mark.parametrize(("batch_size", "sharded_above_gib"), [(12, None), (5, 0.0)])
 def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
     tmp_path: Path, sharding: str, batch_size: int, sharded_above_gib: float | None
@@ -263,7 +275,7 @@ def drawn(random: Random) -> tuple[Point, Point, Choices]:
     """Two points, and what both allow."""
     one, other = random.choice(POINTS), random.choice(POINTS)
     shardings = {one.sharding, other.sharding}
-    has_whole_updates = shardings <= {"none", "ddp"}
+    has_whole_updates = shardings <= {"none", "ddp", "context", "runs"}
     has_own_backward = shardings <= {"none", "fsdp", "hsdp"}
     steppings = ["after_backward", "in_backward", "cpu_offload"] if has_own_backward else ["after_backward"]
     choices: Choices = {

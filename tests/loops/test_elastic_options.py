@@ -108,9 +108,9 @@ GROUPS = [group for group in OPTIONS if group != "sharding"]  # whose options th
 def cases() -> list[tuple[Point, str]]:
     """All groups on two ranks, and some on more or with weights on the hosts. The first case is a quick one."""
     random = Random(DAY)
-    shardings = ("zero1", "fsdp", "ddp")
+    shardings = ("zero1", "fsdp", "ddp", "stages")
     found = [(Point(sharding, 2), group) for sharding in shardings for group in GROUPS]
-    others = [*(Point(sharding, 3) for sharding in shardings), Point("hsdp", 4), Point("hosts", 2)]
+    others = [*(Point(sharding, 3) for sharding in shardings[:3]), Point("hsdp", 4), Point("hosts", 2)]
     found += [(point, group) for point in others for group in random.sample(GROUPS, 4) if group not in point.choices()]
     return sorted(found, key=lambda case: case != (Point("zero1", 2), "norms"))
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.step import step
-from lowvram.knobs.sharding import DDP, FSDP, TensorParallel, ZeRO1
+from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, TensorParallel, ZeRO1
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.target import Target
@@ -29,6 +29,8 @@ OPTIONS: dict[str, Knob] = {
     "gathered once": FSDP(reshard_after_forward=False),
     "summed once": FSDP(reduce_every_part=False),
     "layers split": TensorParallel(),
+    "tokens shared out": ContextParallel(),
+    "tokens shared out, weights sharded": FSDP(context=None),
 }
 COPIES: dict[str, Knob] = {
     "hsdp": FSDP(replicate=2),
@@ -39,7 +41,7 @@ COPIES: dict[str, Knob] = {
 
 
 def planned(knob: Knob, num_ranks: int, accum: str = "none") -> int:
-    target = Target(None, num_ranks, knob.ranks_in_row(num_ranks))
+    target = Target(None, num_ranks, knob.row_shape(num_ranks))
     found = trace(PROBLEMS["transformer"], knobs_of(sharding=knob, accum=accum), 8, target)
     return traffic(found, PlanDevice("cpu", DeviceSpec(), num_ranks))["wire_bytes"]
 

@@ -19,7 +19,7 @@ from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Neutral, Stage
-from lowvram.core.mesh import data_ranks
+from lowvram.core.mesh import target_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.saved import Copy, Keeper, Saved, forward_with
@@ -88,7 +88,7 @@ class CountingStepper(StepperAround):
     def next_seed(self) -> int:
         """Depends on the seed, the rank, the step, and how many tensors this step has rounded."""
         self.num_drawn += 1
-        return seed_of(f"{self.seed}:{data_ranks().rank}:{self.num_steps + 1}:{self.num_drawn}") % MOST_SEEDS
+        return seed_of(f"{self.seed}:{target_ranks().rank}:{self.num_steps + 1}:{self.num_drawn}") % MOST_SEEDS
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": self.inner.state_dict(), "num_steps": self.num_steps}

@@ -43,7 +43,7 @@ class ApolloKnob(MatrixKnob, ABC):
     saves = Kind.OPTIMIZER
     rule = "apollo"
     layers = LINEAR_AND_CONVOLUTIONS
-    needs_always = frozenset({Fact.WHOLE_UPDATES})
+    needs_always = frozenset({Fact.WHOLE_UPDATES, Fact.EVERY_PARAMETER})
 
     def __post_init__(self) -> None:
         super().__post_init__()

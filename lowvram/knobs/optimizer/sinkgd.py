@@ -37,7 +37,7 @@ class SinkGD(MatrixKnob):
     saves = Kind.OPTIMIZER
     rule = "sinkgd"
     layers = LINEAR_AND_CONVOLUTIONS
-    needs_always = frozenset({Fact.WHOLE_UPDATES})
+    needs_always = frozenset({Fact.WHOLE_UPDATES, Fact.EVERY_PARAMETER})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,9 +7,11 @@ over ranks would weight targets differently if ranks have unequal numbers of the
 from __future__ import annotations
 
 from lowvram.knobs.sharding.base import Sharding, Unsharded
+from lowvram.knobs.sharding.context import ContextParallel
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.fsdp import FSDP
+from lowvram.knobs.sharding.pipeline import PipelineParallel
 from lowvram.knobs.sharding.tensor import TensorParallel
 from lowvram.knobs.sharding.zero1 import ZeRO1
 
-__all__ = ["DDP", "FSDP", "Sharding", "TensorParallel", "Unsharded", "ZeRO1"]
+__all__ = ["DDP", "FSDP", "ContextParallel", "PipelineParallel", "Sharding", "TensorParallel", "Unsharded", "ZeRO1"]

@@ -12,7 +12,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.knob import Knob, Neutral, Stage
-from lowvram.core.mesh import data_ranks
+from lowvram.core.mesh import data_ranks, target_ranks
 from lowvram.core.rank_buffers import RankBuffers
 from lowvram.core.rig import Part, Rig
 from lowvram.core.slices import weight_among_ranks
@@ -60,12 +60,12 @@ def over_ranks(rig: Rig) -> Rig:
     buffers = RankBuffers(rig.model)
 
     def total(parts: list[Part]) -> Tensor:
-        return data_ranks().sum(rig.total(parts))
+        return data_ranks().sum(rig.total(parts))  # parts have all tokens of their samples
 
     def run(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
         buffers.begin()
         loss = rig.run(final, parts, total)
         buffers.end(weight_among_ranks(parts))
-        return data_ranks().sum(loss)
+        return target_ranks().sum(loss)
 
     return replace(rig, total=total, run=run)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.config.errors import Incompatible
 from lowvram.core.fact import Fact
-from lowvram.core.mesh import all_ranks, data_ranks
+from lowvram.core.mesh import all_ranks, target_ranks
 from lowvram.core.rig import Rig
 from lowvram.core.shards import as_real, local
 from lowvram.knobs.sharding.base import over_ranks
@@ -36,9 +36,9 @@ class DDP(InRows):
     breaks_always = frozenset({Fact.OWN_SHARE})
 
     def apply(self, rig: Rig) -> Rig:
-        if data_ranks().size > 1:
+        if target_ranks().size > 1:
             rig = replace(over_ranks(rig), sync=partial(gradients_summed, rig.model, set[str]()))
-        return self.with_same_samples(rig)
+        return self.in_rows(rig)
 
 
 class GradientSum:
@@ -51,7 +51,7 @@ class GradientSum:
     option = "ddp"  # for messages
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
-        self.names, self.parameters, self.ranks = names, [*names], data_ranks()
+        self.names, self.parameters, self.ranks = names, [*names], target_ranks()
         self.waiting_for = [*names]  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.unused: set[Tensor] = set()

@@ -25,7 +25,7 @@ from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
-from lowvram.core.mesh import all_ranks, data_ranks, device_mesh
+from lowvram.core.mesh import all_ranks, device_mesh, target_ranks
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
@@ -66,6 +66,8 @@ class FSDP(InRows):
         require(self.tensor == 1 or self.replicate == 1, "sharding.tensor", self.tensor, allowed)
         allowed = "1, or the ranks of a row: with all ranks in one row nothing is left to shard (sharding=tensor)"
         require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
+        allowed = "1 with sharding.replicate above 1: shards are then over the ranks that share out samples and tokens"
+        require(self.context == 1 or self.replicate == 1, "sharding.context", self.context, allowed)
 
     @property
     def exactness(self) -> Exactness:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,7 +84,7 @@ class FSDP(InRows):
         require(is_part, "sharding.reshard_after_forward", number, allowed)
 
     def apply(self, rig: Rig) -> Rig:
-        self.check_ranks(data_ranks().size)
+        self.check_ranks(target_ranks().size)
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {all_ranks().rank} of {all_ranks().size}"
         mesh, orders = device_mesh(rig.device, self.replicate), row_orders(rig.model)
@@ -107,7 +109,7 @@ class FSDP(InRows):
             module.set_custom_all_gather(InStep(gather(), lockstep, index))
         forward = rig.forward if lockstep is None else partial(lockstep.forward, rig.forward)
         rig = replace(over_ranks(rig), forward=forward, sync=partial(self.sync, rig, lockstep))
-        return self.with_same_samples(rig)
+        return self.in_rows(rig)
 
     @contextmanager
     def sync(self, rig: Rig, lockstep: Lockstep | None, is_last: bool) -> Iterator[None]:

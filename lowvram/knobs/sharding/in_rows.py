@@ -1,6 +1,7 @@
 """What the options of `sharding` share that can split layers over the ranks of a row.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). Or each
+has a run of each sample's tokens (runs.py).
 """
 
 from __future__ import annotations
@@ -14,57 +15,80 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.layers import has_own_forward
-from lowvram.core.mesh import Ranks, row_ranks, tensor_mesh
+from lowvram.core.mesh import Ranks, ranks_along, row_ranks, tensor_mesh
 from lowvram.core.probes.draws import NO_RANDOMNESS
 from lowvram.core.probes.splits import How, Split
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Part, Rig, Run
+from lowvram.core.row_shape import CONTEXT, RowShape
 from lowvram.core.states import digest
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.sharding.base import DataParallel
+from lowvram.knobs.sharding.find_runs import NO_TEACHER, FindRuns
 from lowvram.knobs.sharding.find_splits import FindSplits, is_linear
 from lowvram.knobs.sharding.row import MeshRow
+from lowvram.knobs.sharding.runs import in_runs
 from lowvram.knobs.sharding.split_layers import split, split_dim
 
 NEEDS = frozenset({Fact.EAGER, BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS})
+OF_RUNS = frozenset({Fact.EAGER, NO_RANDOMNESS, NO_TEACHER})
 BREAKS = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES, Fact.PLAIN_PRODUCTS, Fact.COMPILED})
+
+BREAKS_SAMPLES = frozenset({Fact.COMPILED, Fact.WHOLE_SAMPLES})
 
 
 @dataclass(frozen=True)
 class InRows(DataParallel):
     """Options under which the linear layers of each block may be split over the ranks of a row, which compute the same
     samples: each has some of the heads of attention, and some of the features between the layers of an MLP. Twice in a
-    block, and twice more in its backward pass, they add up what they have computed. Rows share out the batch.
+    block, and twice more in its backward pass, they add up what they have computed. Or each has a run of consecutive
+    tokens of each sample and, inside attention, all tokens of some heads. Rows share out the batch.
 
     Args:
-        tensor: how many ranks a row has; None: all are one row.
+        tensor: how many ranks a row has that split layers; None: all are one row.
         splits: which layers are split, and how, by patterns of their dotted names; None: as is found.
+        context: how many ranks a row has that share out the tokens of a sample; None: all are one row.
+        positions: the argument that tells the model at which positions its tokens are; None: as is found.
     """
 
     tensor: int | None = 1
     splits: dict[str, How] | None = None
+    context: int | None = 1
+    positions: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.tensor is None or self.tensor > 0, "sharding.tensor", self.tensor, "null, or at least 1")
+        for key, number in (("sharding.tensor", self.tensor), ("sharding.context", self.context)):
+            require(number is None or number > 0, key, number, "null, or at least 1")
+        allowed = "1 with sharding.tensor above 1: a row splits layers, or shares out tokens"
+        require(not (self.splits_layers and self.splits_samples), "sharding.context", self.context, allowed)
 
     @property
     def splits_layers(self) -> bool:
         return self.tensor != 1
 
+    @property
+    def splits_samples(self) -> bool:
+        return self.context != 1
+
     def needs(self) -> frozenset[Fact | ModelFact]:
-        return self.needs_always | (NEEDS if self.splits_layers else frozenset())
+        of_layers = NEEDS if self.splits_layers else frozenset[Fact | ModelFact]()
+        return self.needs_always | of_layers | (OF_RUNS if self.splits_samples else frozenset())
 
     def breaks(self) -> frozenset[Fact | ModelFact]:
-        return self.breaks_always | (BREAKS if self.splits_layers else frozenset())
+        of_layers = BREAKS if self.splits_layers else frozenset[Fact | ModelFact]()
+        return self.breaks_always | of_layers | (BREAKS_SAMPLES if self.splits_samples else frozenset())
 
-    def ranks_in_row(self, num_ranks: int) -> int:
-        number = num_ranks if self.tensor is None else self.tensor
-        require(num_ranks % number == 0, "sharding.tensor", number, f"a number that divides the {num_ranks} ranks")
-        return number
+    def row_shape(self, num_ranks: int) -> RowShape:
+        tensor, context = (num_ranks if each is None else each for each in (self.tensor, self.context))
+        for key, number in (("sharding.tensor", tensor), ("sharding.context", context)):
+            require(num_ranks % number == 0, key, number, f"a number that divides the {num_ranks} ranks")
+        return RowShape(context=context, tensor=tensor)
 
     def partition(self, rig: Rig) -> None:
+        if (ranks := ranks_along(CONTEXT)) is not None:
+            rig.structure.get(FindRuns(ranks.size, self.positions))  # raises where the model can't be had so
         if (mesh := tensor_mesh()) is None:
             return
         known, row = rig.structure, MeshRow(mesh)
@@ -75,8 +99,11 @@ class InRows(DataParallel):
             check_layer(name, known.model.get_submodule(name), each, row.size)
         split(known.model, splits, row)
 
-    def with_same_samples(self, rig: Rig) -> Rig:
-        """The rig, which refuses a first step in which the ranks of a row are given different samples."""
+    def in_rows(self, rig: Rig) -> Rig:
+        """The rig, which computes this rank's run of tokens where there are such, and refuses a first step in which the
+        ranks of a row are given different samples."""
+        if (ranks := ranks_along(CONTEXT)) is not None:
+            rig = in_runs(rig, ranks, rig.structure.get(FindRuns(ranks.size, self.positions)))
         return rig if (row := row_ranks()) is None else replace(rig, run=SameSamples(rig.run, row))
 
 
@@ -93,8 +120,8 @@ class SameSamples:
             self._is_checked = True
             if len({*self._row.gather(tuple(map(digest, tensors)))}) > 1:
                 raise Incompatible(
-                    "sharding.tensor: ranks that split layers among them were given different samples: give rank r of a"
-                    " loop of your own the share r // sharding.tensor"
+                    "sharding: ranks that split layers or samples among them were given different samples: give rank r"
+                    " of a loop of your own the share r // sharding.tensor, or r // sharding.context"
                 )
         return self._run(rig, parts, total)
 

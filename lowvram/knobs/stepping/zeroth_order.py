@@ -56,6 +56,7 @@ class ZerothOrder(Knob):
             SEPARATE_MEMORY,
             REAL_WEIGHTS,
             Fact.WHOLE_UPDATES,
+            Fact.EVERY_PARAMETER,
             Fact.FP32_WEIGHTS,
             STEADY_WEIGHTS,
         }

@@ -87,6 +87,7 @@ RINGS = {
     "allreduce_": (0, 2),
     "_allgather_base_": (0, 1),
     "_reduce_scatter_base_": (1, 1),
+    "alltoall_base_": (1, 1),
     "broadcast_": (0, 1),
     "all_reduce": (0, 2),
     "all_gather_into_tensor": (0, 1),

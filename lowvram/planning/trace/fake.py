@@ -65,7 +65,7 @@ def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = 
     with ExitStack() as undo:
         undo.enter_context(settings_restored())
         if target is not None:
-            undo.enter_context(ranks_of(target.num_ranks))
+            undo.enter_context(ranks_of(target.num_ranks, target.rank))
         if target is not None and target.card is not None:
             undo.enter_context(acts_as_card(target.card))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -179,8 +179,8 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def ranks_of(num_ranks: int) -> Iterator[None]:
-    """Inside it this process is rank 0 of `num_ranks`, whose collectives return at once.
+def ranks_of(num_ranks: int, rank: int) -> Iterator[None]:
+    """Inside it this process is one of `num_ranks`, whose collectives return at once.
 
     Raises:
         RuntimeError: the process is one of several real ranks, and `num_ranks` is more than 1.
@@ -189,7 +189,7 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
     if num_ranks > 1:
         if was_there:
             raise RuntimeError("a process that is one of several ranks can't plan for others")
-        pretend_ranks(num_ranks)
+        pretend_ranks(num_ranks, rank)
     try:
         yield
     finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
 from lowvram.core.fact import Fact, ModelFact
+from lowvram.core.forms import Forms, forms_shared
 from lowvram.core.fused import CompiledUpdate
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage, conflicts
@@ -61,6 +63,24 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     """
     if reasons := conflicts(knobs, target.absent()):  # `assemble` checks too, but after it has made the model
         raise Incompatible("; ".join(reasons))
+    if target.row.pipeline == 1:
+        return heaviest_trace(problem, knobs, batch_size, target)
+    with forms_shared(forms_known(repr((problem.description, [*knobs.values()], replace(target, rank=0))))) as forms:
+        for index, stage in enumerate(target.stages()):  # those before tell what they hand on
+            if stage.rank < target.rank and not any(known == index + 1 for known, _ in forms):
+                trace_of(0, problem, knobs, batch_size, stage)
+        return heaviest_trace(problem, knobs, batch_size, target)
+
+
+@lru_cache(64)
+def forms_known(key: str) -> Forms:
+    """The forms of what the stages of a pipeline hand on, of a point with this key."""
+    del key
+    return {}
+
+
+def heaviest_trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> Trace:
+    """The trace of those steps that take the most memory."""
     first, num_choices = trace_of(0, problem, knobs, batch_size, target)
     others = (trace_of(choice, problem, knobs, batch_size, target)[0] for choice in range(1, num_choices))
     return max(chain([first], others), key=lambda each: each.sums().peak_bytes) if num_choices > 1 else first

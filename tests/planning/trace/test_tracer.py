@@ -17,7 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, is_compiled, ranks_in_row
+from lowvram.core.knob import Knob, is_compiled, row_shape
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -26,7 +26,7 @@ from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
 from lowvram.knobs.optimizer import External
-from lowvram.knobs.sharding import FSDP, TensorParallel
+from lowvram.knobs.sharding import FSDP, ContextParallel, TensorParallel
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
@@ -217,10 +217,14 @@ SHARDED: list[dict[str, str | Knob]] = [
     {"sharding": "fsdp", "offload": "parameters", "accum": "x2"},
     {"sharding": "zero1", "accum": "x2"},
     {"sharding": "tensor", "accum": "x2"},
+    {"sharding": "context", "accum": "x2"},
+    {"sharding": "context", "ckpt": "every1"},
+    {"sharding": FSDP(context=None), "ckpt": "every2"},
 ]
 IN_ROWS: list[dict[str, str | Knob]] = [
     {"sharding": TensorParallel(tensor=2), "ckpt": "every1"},
     {"sharding": FSDP(tensor=2), "accum": "x2"},
+    {"sharding": ContextParallel(context=2), "precision": "bf16"},
 ]
 
 
@@ -248,7 +252,7 @@ def test_a_rank_of_several_rows_on_paper_is_one_among_real_ones(choices: dict[st
 def check_on_paper(choices: dict[str, str | Knob], num_ranks: int) -> None:
     real = on_ranks(peak_of_a_rank, choices, num_ranks=num_ranks)[0]
     knobs = knobs_of(**choices)
-    target = Target(num_ranks=num_ranks, num_in_row=ranks_in_row(knobs.values(), num_ranks))
+    target = Target(num_ranks=num_ranks, row=row_shape(knobs.values(), num_ranks))
     paper = trace(PROBLEMS["transformer"], knobs, 8, target).sums(is_steady=True)
     assert paper.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.HOST):
@@ -262,6 +266,7 @@ MESHES: list[dict[str, str | Knob]] = [
     {"sharding": FSDP(reshard_after_forward=2)},
     {"sharding": "fsdp", "offload": "parameters"},
     {"sharding": FSDP(tensor=2)},
+    {"sharding": FSDP(context=2)},
     {"offload": "parameters"},
 ]
 
@@ -270,7 +275,7 @@ MESHES: list[dict[str, str | Knob]] = [
 def test_a_mesh_of_ranks_takes_nothing_of_a_device(choices: dict[str, str | Knob]) -> None:
     """torch keeps its table of ranks on the host. 512 bytes more were planned for each mesh."""
     num_ranks = 4 if "sharding" in choices else 1
-    target = Target(num_ranks=num_ranks, num_in_row=ranks_in_row(knobs_of(**choices).values(), num_ranks))
+    target = Target(num_ranks=num_ranks, row=row_shape(knobs_of(**choices).values(), num_ranks))
     planned = trace(PROBLEMS["transformer"], knobs_of(**choices), 8, target)
     assert "arange" not in {storage.maker for storage in planned.largest(1000, is_steady=True)}
 

@@ -1,0 +1,143 @@
+"""sharding=pipeline: each rank has some of a model's blocks, and the parts of a batch go from rank to rank.
+
+Huang et al., "GPipe" (2019); Narayanan et al., "PipeDream" (2019, 1F1B), "Efficient Large-Scale Language Model Training
+on GPU Clusters Using Megatron-LM" (2021, interleaved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from lowvram.compat.torch_pipelining import OF_SEVERAL, SCHEDULES
+from lowvram.config.errors import Incompatible, require
+from lowvram.core.fact import Fact
+from lowvram.core.kind import Kind
+from lowvram.core.mesh import PIPELINE, ranks_along
+from lowvram.core.probes.draws import NO_RANDOMNESS
+from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
+from lowvram.core.probes.writes import STEADY_WEIGHTS
+from lowvram.core.rig import Part, Rig
+from lowvram.core.row_shape import RowShape
+from lowvram.core.stages import PipelineStage, Stages, hide_buffers, leave_here, put_in_stages, sizes_of, stages_of
+from lowvram.core.structure import BLOCKS
+from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
+from lowvram.knobs.sharding.ddp import DDP
+from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
+from lowvram.knobs.sharding.pipeline_run import PipelineRun
+
+
+@dataclass(frozen=True)
+class PipelineParallel(DDP):
+    """Each rank of a row has a stage of the model: some of its blocks, the first also what stands before them, the last
+    what stands after them. Parts of the batch go from stage to stage, so that all compute at once; the fewer parts, the
+    longer they wait for each other. Rows share out the batch.
+
+    Args:
+        pipeline: how many ranks a row has; None: all are one row.
+        schedule: in which order parts are computed. gpipe: all forward passes, then all backward passes. 1f1b: a stage
+            holds as many parts at once as there are stages from it on. interleaved: the same, with several stages on
+            each rank, so that ranks wait less.
+        stages: how many each rank has, with schedule=interleaved.
+        cut: how many blocks each stage has; None: so that the slowest is as fast as possible.
+    """
+
+    pipeline: int | None = None
+    schedule: str = "1f1b"
+    stages: int = 1
+    cut: list[int] | None = None
+
+    saves = Kind.PARAMETERS
+    needs_always = DDP.needs_always | {
+        *(Fact.EAGER, Fact.GRADS_AT_UPDATE, Fact.SEPARATE_UPDATES, Fact.SAME_PARAMS, Fact.FIXED_BLOCKS),
+        *(BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS),
+    }
+    breaks_always = DDP.breaks_always | {Fact.EVERY_PARAMETER, Fact.PLAIN_BACKWARD, Fact.COMPILED}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pipeline is None or self.pipeline > 0, "sharding.pipeline", self.pipeline, "null, or at least 1")
+        require(self.schedule in SCHEDULES, "sharding.schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        allowed = "2 or more with sharding.schedule=interleaved, else 1"
+        require((self.stages > 1) == (self.schedule in OF_SEVERAL), "sharding.stages", self.stages, allowed)
+        allowed = "at least 1 with sharding=pipeline: over how many ranks each layer of a stage is split"
+        require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
+        allowed = "1 with sharding=pipeline, whose stages have all tokens of their samples"
+        require(self.context == 1, "sharding.context", self.context, allowed)
+
+    def row_shape(self, num_ranks: int) -> RowShape:
+        tensor = self.tensor or 1
+        require(num_ranks % tensor == 0, "sharding.tensor", tensor, f"a number that divides the {num_ranks} ranks")
+        number, num_left = num_ranks // tensor if self.pipeline is None else self.pipeline, num_ranks // tensor
+        of_each = "" if tensor == 1 else f" stages of {tensor} ranks each"
+        allowed = f"a number that divides the {num_left}{of_each or ' ranks'}"
+        require(num_left % number == 0, "sharding.pipeline", number, allowed)
+        return RowShape(pipeline=number, tensor=tensor)
+
+    def partition(self, rig: Rig) -> None:
+        ranks = ranks_along(PIPELINE)
+        if ranks is None:
+            super().partition(rig)
+            return
+        known = rig.structure
+        segments = known.get(FindSegments(names_of(rig.model)))
+        super().partition(rig)
+        num_stages = ranks.size * self.stages
+        bounds = stage_bounds(sizes_of_stages(segments.flops, num_stages, self.cut))
+        own = [number for number in range(num_stages) if number % ranks.size == ranks.rank]
+        stages = [PipelineStage(number, *bounds[number], number == num_stages - 1) for number in own]
+        readers = stages_reading(rig.model, segments, bounds)
+        check_trains(rig.model, readers, num_stages)
+        here = {name for name, each in readers.items() if not each.isdisjoint(own)}
+        having = {name: sorted({stage % ranks.size for stage in readers[name]}) for name in sorted(here)}
+        groups = {tuple(places): ranks.some(places) for places in having.values() if len(places) > 1}
+        shared = {name: groups[tuple(places)] for name, places in having.items() if len(places) > 1}
+        elsewhere = {name for name, each in readers.items() if min(each) not in own}
+        sizes = sizes_of(rig.model)
+        put_in_stages(known.blocks, Stages(stages, segments.arguments, segments.in_tuple, shared, elsewhere, sizes))
+        hide_buffers(rig.model, elsewhere)
+        leave_here(rig.model, here, rig.device)
+
+    def apply(self, rig: Rig) -> Rig:
+        ranks, stages = ranks_along(PIPELINE), stages_of(rig.model)
+        if ranks is None or stages is None:
+            return super().apply(rig)
+        run = PipelineRun(stages, ranks, self.schedule, rig.forward, rig.device)
+        rig = super().apply(replace(rig, forward=run.forward, run=run))
+
+        def total_loss(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
+            return ranks.sum(rig.run(final, parts, total).double())  # in whatever format the last stage has it
+
+        def finish() -> None:
+            rig.finish()
+            run.level_shared(rig.model)
+
+        return replace(rig, run=total_loss, finish=finish)
+
+
+def check_trains(model: nn.Module, readers: Mapping[str, frozenset[int]], num_stages: int) -> None:
+    """Raises Incompatible if a stage has no weights that train."""
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    for stage in range(num_stages):
+        if not any(stage in readers[name] for name in trained):
+            raise Incompatible(
+                f"sharding=pipeline needs weights that train in each stage, and stage {stage} has none: choose other"
+                " numbers of blocks (sharding.cut), or sharding=fsdp"
+            )
+
+
+def stages_reading(model: nn.Module, segments: Segments, bounds: list[tuple[int, int]]) -> Mapping[str, frozenset[int]]:
+    """By which stages each parameter and buffer is read, by its first name. What no pass has read belongs to the stage
+    of its block, or to the first."""
+    last = len(bounds) - 1
+    stage_of = {block + 1: stage for stage, (begin, end) in enumerate(bounds) for block in range(begin, end)}
+    stage_of |= {0: 0, segments.tail: last}
+    in_blocks = {f"{name}.": number for number, name in enumerate(segments.blocks, 1)}
+    found: dict[str, frozenset[int]] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, _ in named:
+        around = next((number for prefix, number in in_blocks.items() if name.startswith(prefix)), 0)
+        found[name] = frozenset(stage_of[number] for number in segments.readers.get(name, {around}))
+    return found
