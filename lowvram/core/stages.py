@@ -173,7 +173,8 @@ def sizes_of(model: nn.Module) -> Sequence[tuple[int, bool]]:
 def hide_buffers(model: nn.Module, elsewhere: Collection[str]) -> None:
     """Leave buffers that other ranks keep up to date out of a model's state. They stay, as its forward pass may need
     them."""
-    hidden = {name for name, _ in model.named_buffers() if name in elsewhere}
+    saved = model.state_dict()  # without buffers that no state has
+    hidden = {name for name, _ in model.named_buffers() if name in elsewhere and name in saved}
 
     def leave_out(_: nn.Module, state: dict[str, Any], prefix: str, about: Any) -> None:
         for name in hidden:
