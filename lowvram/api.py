@@ -238,7 +238,7 @@ def plan(
         task: made by `lowvram.task`, before `assemble` changes its module.
         targets: of two samples or more.
         batch_size: samples per update.
-        device: a name from conf/devices, such as rtx3060, cpu or generic, or the path of a YAML file like those.
+        device: a name from conf/data_sheets, such as rtx3060, cpu or generic, or the path of a YAML file like those.
 
     Raises:
         BadInput, Incompatible: as `assemble`.

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import _redistribute, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lowvram.compat.replaced import replaced
@@ -122,6 +122,21 @@ def pretend_ranks(num_ranks: int, rank: int = 0) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+
+
+def forget_meshes() -> None:
+    """Have DTensor forget what it knows of operators. It keeps results for meshes that it takes as equal, though those
+    of another fake rank have other groups.
+
+    torch.distributed.tensor.debug's _clear_python_sharding_prop_cache, since 2.3, and
+    _clear_fast_path_sharding_prop_cache, since 2.10; _redistribute._gen_transform_infos, since 2.6. Replaced by a
+    public function, if torch makes one.
+    """
+    module: Any = debug
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(module, name, lambda: None)()
+    transforms: Any = _redistribute._gen_transform_infos
+    transforms.cache_clear()
 
 
 def group_named(name: str) -> dist.ProcessGroup:

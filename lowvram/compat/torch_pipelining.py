@@ -147,7 +147,7 @@ class PartsStage(_PipelineStageBase):
         received = self.received.get(fwd_chunk_id)
         made = self.work.forward(fwd_chunk_id, None if received is None else received.requires_grad_())
         self.made[fwd_chunk_id] = made
-        return made
+        return made.detach() if self.is_last else made  # schedules keep losses, and with them what they came from
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
         sent = self.sent.pop(bwd_chunk_id, None)

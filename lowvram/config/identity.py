@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
-from lowvram.config.not_identity import NOT_IDENTITY
+from lowvram.config.not_identity import NOT_IDENTITY, NOT_IDENTITY_IF_NULL
 from lowvram.config.plugins import is_unused, plugins, versions_of
 from lowvram.config.schema import MOVED
 from lowvram.config.secret import words_without_secrets
@@ -32,7 +32,7 @@ def register_resolvers() -> None:
 
 def point_id(*, _root_: DictConfig) -> str:
     """16 hex digits, a hash of what determines the result: the configuration, the device and the versions."""
-    config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
+    config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if counts(str(key), _root_[key])}
     where: dict[str, Any] = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_in_ids()}
     if plugins():
         config = {key: value for key, value in config.items() if not is_unused(key, value)}
@@ -41,12 +41,17 @@ def point_id(*, _root_: DictConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def counts(key: str, value: Any) -> bool:
+    """Whether this key of the configuration is part of a point's identity."""
+    return key not in NOT_IDENTITY and not (value is None and key in NOT_IDENTITY_IF_NULL)
+
+
 def identity_of(key: str, node: Any) -> Any:
     """The part of a root key's value that can change a result."""
     value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     if not isinstance(value, dict):
         return value
-    kept = {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
+    kept = {name: each for name, each in value.items() if counts(f"{key}.{name}", each)}
     return kept | {name: first_name(str(each)) for name, each in kept.items() if name == "_target_"}
 
 

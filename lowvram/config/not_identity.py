@@ -8,3 +8,5 @@ NOT_IDENTITY = (
     *("plan.skip", "measure.reruns", "optimized_metric", "jobs", "launcher", "loader.cache_folder"),
     *("search.max_seconds", "snapshot.sharded_above_gib"),
 )
+# Left out while they are null.
+NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s")

@@ -110,9 +110,12 @@ class PlanSettings:
     host: str | None
     skip: bool
     margin: float | None
+    link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         parse_bytes("plan.host", self.host)
+        link, allowed = self.link_bytes_per_s, "null (as the device's YAML says) or more than 0, such as 1.25e9"
+        require(link is None or 0 < link < math.inf, "plan.link_bytes_per_s", link, allowed)
         allowed = "null or a share from 0 (none) to below 10, such as 0.1"
         require(self.margin is None or 0 <= self.margin < 10, "plan.margin", self.margin, allowed)
 
@@ -176,8 +179,11 @@ class RootSettings:
     optimized_metric: Any = None  # a path or a list of paths: see cli/objective.py
     trust: str | None = None
     jobs: str = "1"
+    devices: int | None = None
 
     def __post_init__(self) -> None:
+        allowed = f"null (all that are visible) or a number from 1 to {MOST_JOBS}"
+        require(self.devices is None or 1 <= self.devices <= MOST_JOBS, "devices", self.devices, allowed)
         is_number = self.jobs.isdecimal() and 1 <= int(self.jobs) <= MOST_JOBS
         allowed = f"auto, one for each visible device, or a number from 1 to {MOST_JOBS}"
         require(self.jobs == "auto" or is_number, "jobs", self.jobs, allowed)

@@ -24,6 +24,9 @@ class Form(NamedTuple):
     rest: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, (f'{self.rows} x samples', *self.rest)))}) of {self.dtype}"
+
     def as_numbers(self) -> Tensor:
         numbers = [self.rows, FORMATS.index(self.dtype), len(self.rest), *self.rest]
         return torch.tensor(numbers + [0] * (NUM_NUMBERS - len(numbers)), device="cpu")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowvram.core.rig import Rig
+    from lowvram.core.stages import Pass
 
 
 class Stage(Enum):
@@ -153,6 +154,14 @@ class Knob(ABC):
         del num_ranks
         return ALONE
 
+    def passes(self, row: RowShape, num_parts: int) -> Sequence[Sequence[Pass]] | None:
+        """Where it has stages of a model on different ranks: what each rank of a row computes of each part, in order.
+
+        Raises BadInput for a number of parts for which there is no order.
+        """
+        del row, num_parts
+        return None
+
     def partition(self, rig: Rig) -> None:
         """Split the model's layers over the ranks of a row, in place, at stage PARTITION, whatever its own stage."""
         del rig
@@ -205,6 +214,11 @@ def row_shape(knobs: Iterable[Knob], num_ranks: int) -> RowShape:
     """As `Knob.row_shape`, of all knobs of a point."""
     shapes = (knob.row_shape(num_ranks) for knob in knobs)
     return next((shape for shape in shapes if shape.size > 1), ALONE)
+
+
+def passes_of(knobs: Iterable[Knob], row: RowShape, num_parts: int) -> Sequence[Sequence[Pass]] | None:
+    """As `Knob.passes`, of all knobs of a point."""
+    return next((found for knob in knobs if (found := knob.passes(row, num_parts)) is not None), None)
 
 
 def is_compiled(knobs: Iterable[Knob]) -> bool:

@@ -194,6 +194,14 @@ def is_first_of_stage() -> bool:
     return all(laid_out.mesh.get_local_rank(name) == 0 for name in names)
 
 
+def dimension_of(group: dist.ProcessGroup) -> str:
+    """The dimension of all ranks in which those of a group differ; of several, that of data."""
+    laid_out = layout()
+    groups = {} if laid_out is None else laid_out.groups
+    found = next((names for names, each in groups.items() if each.group_name == group.group_name), (DATA,))
+    return found[0] if len(found) == 1 else DATA
+
+
 def stage_hosts() -> Ranks | None:
     """This rank's pipeline, for messages between its hosts; None where no model is cut into stages, or in a plan."""
     laid_out = layout()

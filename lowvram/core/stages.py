@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,14 @@ class PipelineStage:
     begin: int
     end: int
     is_last: bool
+
+
+class Pass(NamedTuple):
+    """A forward or a backward pass of a part through a stage."""
+
+    stage: int
+    part: int
+    is_backward: bool
 
 
 @final
@@ -189,21 +197,23 @@ def hide_buffers(model: nn.Module, elsewhere: Collection[str]) -> None:
     model.register_load_state_dict_pre_hook(put_back)
 
 
-def leave_here(model: nn.Module, here: Collection[str], device: torch.device) -> None:
-    """Take the parameters that belong to other ranks from a model without memory. Zeros of the same shape take their
-    places, without memory and without names, so that the model still computes, if need be.
+def leave_here(model: nn.Module, here: Collection[str], unread: Collection[str], device: torch.device) -> None:
+    """Take the parameters that belong to other ranks, and buffers that nothing reads here, from a model without memory.
+    Zeros of the same shape take their places, without memory and without names, so that the model still computes, if
+    need be.
 
     Args:
         here: the first names of the parameters that stay.
+        unread: those of the buffers that go.
     """
     seen: dict[int, str] = {}
     zeros: dict[torch.dtype, Tensor] = {}
     places: dict[str, int] = {}  # among those that train, as optimizers number them
     for prefix, module in [*model.named_modules()]:
         for name, tensor in own_tensors(module):
-            if not isinstance(tensor, nn.Parameter):
-                continue
             first = seen.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
+            if not isinstance(tensor, nn.Parameter) and first not in unread:
+                continue
             if tensor.requires_grad:
                 places.setdefault(first, len(places))
             if first in here:

@@ -32,13 +32,23 @@ class Sharding(Protocol):
     def needs(self) -> frozenset[Fact | ModelFact]: ...
 
 
-def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> int:
+def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool, num_devices: int | None = None) -> int:
     """How many ranks a point asks for: with `sharding.ranks=auto` one for each CUDA device, unless `sharding` takes one
-    rank or the user named a card."""
+    rank or the user named a card.
+
+    Args:
+        num_devices: `devices`, which "auto" stands for, where the user has typed it. Raises BadInput for several where
+            `sharding` takes one rank.
+    """
     if sharding.ranks != "auto":
         return int(sharding.ranks)
-    is_spread = device.type == "cuda" and not names_card and Fact.ONE_RANK not in sharding.needs()
-    return torch.cuda.device_count() if is_spread else 1
+    if Fact.ONE_RANK in sharding.needs():
+        allowed = "null or 1 with one rank: sharding spreads a point over several, and mode=search finds how"
+        require(num_devices in (None, 1), "devices", num_devices, allowed)
+        return 1
+    if num_devices is not None:
+        return num_devices
+    return torch.cuda.device_count() if device.type == "cuda" and not names_card else 1
 
 
 def row_of(settings: Settings, num_ranks: int) -> RowShape:

@@ -1,4 +1,4 @@
-"""The devices that can be planned for, with their memory and rates, from conf/devices. Imports no torch."""
+"""The devices that can be planned for, with their memory and rates, from conf/data_sheets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.schema import build_as, checked_values
 
 KEY = "plan.device"
-FOLDER = CONF / "devices"
+FOLDER = CONF / "data_sheets"
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities
 
 
@@ -103,13 +103,13 @@ class DeviceSpec:
 
 
 def device_names() -> list[str]:
-    """The devices in conf/devices."""
+    """The devices in conf/data_sheets."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @cache
 def load_device(name: str) -> DeviceSpec:
-    """A device of conf/devices by its name, or one of the user's by the path of its YAML.
+    """A device of conf/data_sheets by its name, or one of the user's by the path of its YAML.
 
     Raises:
         BadInput: there is no such device, or its file has a wrong key or value.
@@ -121,7 +121,7 @@ def load_device(name: str) -> DeviceSpec:
 
 
 def find_device(driver_name: str) -> DeviceSpec | None:
-    """The device of conf/devices with this driver name; None if there is none."""
+    """The device of conf/data_sheets with this driver name; None if there is none."""
     return _by_driver_name().get(driver_name)
 
 

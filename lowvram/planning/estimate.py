@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from lowvram.core.device import Card
 from lowvram.core.kind import Kind
 from lowvram.core.row_shape import ALONE, RowShape
+from lowvram.core.stages import Pass
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.memory.overheads import (
     RECURRENT,
@@ -22,7 +23,8 @@ from lowvram.planning.memory.overheads import (
 from lowvram.planning.memory.replay import further_steps, gc_off, needs_of, replay
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
-from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
+from lowvram.planning.time.op_cost import BETWEEN_RANKS, FORMATS, STREAMS, Column, Stream
+from lowvram.planning.time.pipeline_time import pipeline_time
 from lowvram.planning.time.roofline import DataSheet, Rates, step_time
 from lowvram.planning.trace.events import Phase, Trace
 
@@ -45,6 +47,12 @@ class PlanDevice:
     here: torch.device | None = None  # the same as a torch device; None: it isn't one of this machine
     rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
+    link_of_plan: float | None = None  # what the user says of the link; None: what its data sheet does
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """What the link to other ranks carries one way at most; None: not known."""
+        return self.link_of_plan or self.device.link_bytes_per_s
 
     @property
     def target(self) -> Target:
@@ -53,12 +61,27 @@ class PlanDevice:
         return Target(card, self.num_ranks, self.row)
 
 
-def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:
+class Pipeline(NamedTuple):
+    """A point's stages."""
+
+    traces: Sequence[Trace]  # of a rank of each
+    passes: Sequence[Sequence[Pass]]  # of each of these ranks, in order
+
+
+def needs(
+    trace: Trace,
+    plan_device: PlanDevice,
+    is_expandable: bool,
+    is_recurrent: bool = False,
+    pipeline: Pipeline | None = None,
+) -> Fields:
     """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, which is what the
     ledger measures; for a card the whole run, since the allocator's peak counts from its start.
 
     Args:
+        trace: of a pipeline, that of the stage that takes the most memory.
         is_recurrent: whether the model has layers such as an LSTM.
+        pipeline: all of its stages; None: there are none.
     """
     device = plan_device.device
     sums = trace.sums(is_steady=not device.is_cuda)
@@ -77,7 +100,7 @@ def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurre
         "by_phase": named(sums.by_phase),
         "largest": [{"name": item.maker, "kind": item.kind.value, "bytes": item.num_bytes} for item in largest],
         "lines": [{"name": item.name, "bytes": item.num_bytes, "source": item.source} for item in overheads],
-        **times(trace, plan_device),
+        **times(trace, plan_device, pipeline),
         **traffic(trace, plan_device),
     }
 
@@ -85,17 +108,29 @@ def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurre
 def traffic(trace: Trace, plan_device: PlanDevice) -> Fields:
     """The fields about what a rank sends to others in a step, and how long its link is busy with it at least."""
     if plan_device.num_ranks == 1:
-        return {"wire_bytes": None, "wire_ms": None}
-    sent = trace.work[trace.work[:, Column.STREAM] == STREAMS.index(Stream.TO_RANKS)]
-    num_bytes, rate = int((sent[:, Column.BYTES] * sent[:, Column.TIMES]).sum()), plan_device.device.link_bytes_per_s
-    return {"wire_bytes": num_bytes, "wire_ms": None if rate is None else 1e3 * num_bytes / rate}
+        return {"wire_bytes": None, "wire_bytes_of": None, "wire_ms": None}
+    by_dimension = {stream.value: bytes_on(trace, stream) for stream in BETWEEN_RANKS}
+    num_bytes, rate = sum(by_dimension.values()), plan_device.link_bytes_per_s
+    return {
+        "wire_bytes": num_bytes,
+        "wire_bytes_of": {name: each for name, each in by_dimension.items() if each},
+        "wire_ms": None if rate is None else 1e3 * num_bytes / rate,
+    }
 
 
-def times(trace: Trace, plan_device: PlanDevice) -> Fields:
-    """The fields about the time of a step. They are None if a rate isn't known, and for several ranks, as the rate of
-    communication isn't known."""
-    rates = plan_device.rates or DataSheet(plan_device.device)
-    time = step_time(trace.work, rates) if plan_device.num_ranks == 1 else None
+def bytes_on(trace: Trace, stream: Stream) -> int:
+    """The bytes of a step that a stream moves."""
+    there = trace.work[trace.work[:, Column.STREAM] == STREAMS.index(stream)]
+    return int((there[:, Column.BYTES] * there[:, Column.TIMES]).sum())
+
+
+def times(trace: Trace, plan_device: PlanDevice, pipeline: Pipeline | None = None) -> Fields:
+    """The fields about the time of a step. They are None if a rate isn't known."""
+    rates, link = plan_device.rates or DataSheet(plan_device.device), plan_device.link_bytes_per_s
+    if pipeline is None:
+        time = step_time(trace.work, rates, link)
+    else:
+        time = pipeline_time([each.work for each in pipeline.traces], pipeline.passes, rates, link)
     if time is None:
         return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
     return {"step_ms": time.step_ms, "step_ms_source": rates.source, "step_ms_of": time.by_name()}

@@ -9,12 +9,16 @@ A step of more than three parts uses memory as one of three does: the first part
 them to other ranks, and those between are alike. Only the batch is larger, and there are more losses, one per part.
 Where the first parts have a sample more than the others, up to two of each size are enough: the first and the second
 of the larger ones, one of the smaller ones, and the last. Of several ranks it is the first, which has the most samples.
+
+A rank of a pipeline holds as many parts at once as its schedule has it begin before the first backward pass. Where
+forward and backward passes then take turns, two more parts are enough: in one of them, as in all that follow, a part
+comes and another one goes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple, final
@@ -26,8 +30,9 @@ from lowvram.core.assemble import bare_model
 from lowvram.core.device import Card
 from lowvram.core.fact import ModelFact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, Stage, conflicts, model_facts
+from lowvram.core.knob import Knob, Stage, conflicts, model_facts, passes_of
 from lowvram.core.slices import most_in_slice
+from lowvram.core.stages import Pass
 from lowvram.core.structure import Blocks, lacking
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
@@ -40,6 +45,7 @@ from lowvram.planning.trace.tracer import affects_trace, trace
 from lowvram.tasks import Problem
 
 MOST_PARTS = 3  # that are traced, if they are equal
+MORE_PARTS = 2  # that are traced in a pipeline than it has ranks
 MOST_ALIKE = 2  # that are traced of each size, if they are not
 MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size is asked for
@@ -57,14 +63,24 @@ class ScaledTrace(NamedTuple):
     why_direct: str | None = None  # why they couldn't be computed, in half a sentence
 
 
+class InTurns(NamedTuple):
+    """A rank of a pipeline whose forward and backward passes take turns."""
+
+    num_ranks: int
+    num_ahead: int  # forward passes before the one that the first backward pass follows
+
+
 class Split(NamedTuple):
     """The parts of a rank's slice, of which the first `num_larger` have one sample more than the others."""
 
     parts: int
     num_larger: int = 0
+    in_turns: InTurns | None = None  # in a pipeline; else parts are computed one after another
 
     def shortest(self) -> Split:
         """Of as few parts as use memory alike."""
+        if self.in_turns is not None:
+            return self._replace(parts=min(self.parts, self.in_turns.num_ranks + MORE_PARTS))
         if not self.num_larger:
             return Split(min(self.parts, MOST_PARTS))
         num_larger, num_smaller = (min(num, MOST_ALIKE) for num in (self.num_larger, self.parts - self.num_larger))
@@ -77,7 +93,9 @@ class Split(NamedTuple):
     def omitted(self) -> list[Omitted]:
         """The parts that `shortest` leaves out."""
         short = self.shortest()
-        if not self.num_larger:
+        if self.in_turns is not None:
+            of_sizes = [Omitted(self.parts - short.parts, self.in_turns.num_ahead + MORE_PARTS, short.parts)]
+        elif not self.num_larger:
             of_sizes = [Omitted(self.parts - short.parts, MIDDLE_PART, short.parts)]
         else:
             num_smaller = self.parts - self.num_larger - (short.parts - short.num_larger)
@@ -86,6 +104,11 @@ class Split(NamedTuple):
                 Omitted(num_smaller, short.num_larger + 1, short.parts),
             ]
         return [omitted for omitted in of_sizes if omitted.num]
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether this rank computes those of the parts."""
+        return self.in_turns is None or self.in_turns.num_ahead == 0
 
 
 class Omitted(NamedTuple):
@@ -130,8 +153,10 @@ class TraceScaler:
         assert all(knob.stage is not Stage.BATCH for knob in knobs.values())
         samples, num_larger = divmod(most_in_slice(batch_size, self.target.num_data_ranks), parts)
         assert samples, "a part without samples"
-        split = Split(parts, num_larger)
-        short = split if self.target.row.pipeline > 1 else split.shortest()  # parts aren't computed one after another
+        passes = passes_of(knobs.values(), self.target.row, parts)
+        in_turns = None if passes is None or num_larger else self.in_turns(passes)
+        split = Split(parts, num_larger, in_turns)
+        short = split.shortest() if passes is None or in_turns else split
         # Before known traces are looked up: a point with a conflict may have the same structure as one without.
         self.check({**knobs, "accum": Parts(short.parts)})
         knobs = {name: knob for name, knob in knobs.items() if affects_trace(knob)}
@@ -142,7 +167,16 @@ class TraceScaler:
             direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
             return ScaledTrace(direct, True, "parts of unequal size can't be told apart in its traces")
         is_direct = split == short and not isinstance(line, Line)
-        return ScaledTrace(with_parts(traced, split, samples), is_direct, line if isinstance(line, str) else None)
+        whole = traced if short == split else with_parts(traced, split, samples)
+        return ScaledTrace(whole, is_direct, line if isinstance(line, str) else None)
+
+    def in_turns(self, passes: Sequence[Sequence[Pass]]) -> InTurns | None:
+        """None where the target's rank has several stages, or begins all parts before its first backward pass."""
+        num_ranks = self.target.row.pipeline
+        order = passes[self.target.rank // (self.target.num_ranks // num_ranks)]
+        first = next(number for number, each in enumerate(order) if each.is_backward)
+        is_alone = len({each.stage for each in order}) == 1
+        return InTurns(num_ranks, first - 1) if is_alone and 2 * first < len(order) else None
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
@@ -263,8 +297,6 @@ def with_parts(trace: Trace, split: Split, samples: int) -> Trace:
         samples: of a part; of the smaller ones.
     """
     short = split.shortest()
-    if split == short:
-        return trace
     is_batch = torch.tensor([maker == BATCH for maker in trace.makers])
     growth = Fraction(split.num_samples(samples), short.num_samples(samples))
     grown = trace.num_bytes // growth.denominator * growth.numerator
@@ -274,7 +306,7 @@ def with_parts(trace: Trace, split: Split, samples: int) -> Trace:
         work[work[:, Column.PART] == like, Column.TIMES] *= 1 + num
     trace = replace(trace, num_bytes=num_bytes, work=work)
     for starts, end in reversed(steps_of(trace)):
-        for num, _, last in reversed(split.omitted()):
+        for num, _, last in reversed(split.omitted() if split.has_losses else []):
             trace = with_losses(trace, starts[last - 1 - short.parts], end, num)
             end += num  # that many births come before it
     return trace

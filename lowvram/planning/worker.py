@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -16,7 +16,7 @@ from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.fact import ModelFact
 from lowvram.core.free_memory import free_host_bytes
-from lowvram.core.knob import Knob, Stage, is_compiled, model_facts
+from lowvram.core.knob import Knob, Stage, is_compiled, model_facts, passes_of
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
 from lowvram.loops.noise_scale import noise_of
@@ -33,7 +33,7 @@ from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.choice import Attempt, choose_blocks, decide
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
-from lowvram.planning.estimate import Fields, PlanDevice, needs
+from lowvram.planning.estimate import Fields, Pipeline, PlanDevice, needs
 from lowvram.planning.scaling import ScaledTrace, TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
@@ -44,7 +44,7 @@ from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
 MARGIN = 0.1  # for devices for which the error of plans isn't known
-GENERIC = "generic"  # of conf/devices: what plan.device=auto stands for if this machine has no card
+GENERIC = "generic"  # of conf/data_sheets: what plan.device=auto stands for if this machine has no card
 
 
 @final
@@ -98,6 +98,7 @@ class Planner:
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
+        plan_device = replace(plan_device, link_of_plan=settings.plan.link_bytes_per_s)
         if choices.get("mode") == TEACH:
             raise CantPlan(f"plans are of training, and mode={TEACH} trains nothing")
         group = undecided(settings)
@@ -122,11 +123,14 @@ class Planner:
     def planned_as_is(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         """As `planned`, where nothing is left to choose."""
         target = plan_device.target
-        scaled, problem = self.traced(settings, choices, target), self.problem(settings)
+        stages, problem = self.stages(settings, choices, target), self.problem(settings)
         knobs, scaler = named_knobs(settings, choices), self.scaler(problem, target)
         plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
-        plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
+        passes = passes_of(knobs.values(), target.row, settings.groups["accum"].parts)
+        pipeline = None if passes is None else Pipeline([each.trace for each in stages], passes)
+        is_expandable = settings.groups["allocator"].expandable_segments
+        plan = needs(largest(stages).trace, plan_device, is_expandable, is_recurrent, pipeline)
         advice = advice_for(plan["by_kind"], settings, choices, target, scaler.lacking)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_data_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
@@ -138,13 +142,16 @@ class Planner:
 
     def traced(self, settings: Settings, choices: Mapping[str, str], target: Target) -> ScaledTrace:
         """The trace of a point; of a pipeline, that of the stage that takes the most memory."""
+        return largest(self.stages(settings, choices, target))
+
+    def stages(self, settings: Settings, choices: Mapping[str, str], target: Target) -> list[ScaledTrace]:
+        """The traces of a point: of a pipeline, that of each stage, in order; else one."""
         parts = settings.groups["accum"].parts
         check_batch_size(settings.train.batch_size, parts, target.num_data_ranks)
         num_rows = self.most_rows(settings, target.num_data_ranks * parts)
         knobs = without_parts(named_knobs(settings, choices))
         problem = self.problem(settings)
-        traces = [self.scaler(problem, each).trace(knobs, parts, num_rows) for each in target.stages()]
-        return max(traces, key=lambda each: each.trace.sums().peak_bytes)
+        return [self.scaler(problem, each).trace(knobs, parts, num_rows) for each in target.stages()]
 
     def with_rates(self, plan_device: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
         """The device with its measured rates, if there are any on disk. Measures nothing."""
@@ -192,6 +199,11 @@ class Planner:
         return self.models[key]
 
 
+def largest(stages: Sequence[ScaledTrace]) -> ScaledTrace:
+    """The one that takes the most memory."""
+    return max(stages, key=lambda each: each.trace.sums().peak_bytes)
+
+
 def advice_for(
     by_kind: Mapping[str, float] | None,
     settings: Settings,
@@ -227,10 +239,9 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
 
 
 def plan_device_of(settings: Settings) -> PlanDevice:
-    """The device that `plan.device` names. `sharding.ranks=auto` counts as one rank, as the number of devices isn't
-    known."""
-    sharding = settings.groups["sharding"]
-    num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
+    """The device that `plan.device` names. `sharding.ranks=auto` counts as `devices`; without it as one rank, as the
+    number of devices isn't known."""
+    num_ranks = wanted_ranks(settings.groups["sharding"], CPU, False, settings.root.devices)
     ranks = (num_ranks, row_of(settings, num_ranks))
     if settings.plan.device != "auto":
         here = CPU if settings.plan.device == CPU.type else None
@@ -255,7 +266,8 @@ def plan_device_here(settings: Settings, num_launched: int | None = None) -> Pla
     device = choose_device(settings.root.device)
     num_ranks = num_launched
     if num_ranks is None:
-        num_ranks = wanted_ranks(settings.groups["sharding"], device, settings.root.names_card)
+        root = settings.root
+        num_ranks = wanted_ranks(settings.groups["sharding"], device, root.names_card, root.devices)
     free_bytes, ranks = free_host_bytes(), (num_ranks, row_of(settings, num_ranks))
     if device.type == "cpu":
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)
@@ -264,8 +276,8 @@ def plan_device_here(settings: Settings, num_launched: int | None = None) -> Pla
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
-    """The name of a card of this machine, and its data sheet with the memory that its driver reports. If conf/devices
-    doesn't have it, the rates are unknown."""
+    """The name of a card of this machine, and its data sheet with the memory that its driver reports. If
+    conf/data_sheets doesn't have it, the rates are unknown."""
     card, num_bytes = card_of(device), torch.cuda.get_device_properties(device).total_memory
     major, minor = card.capability
     unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")

@@ -107,7 +107,7 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
         why = str(error) if isinstance(error, NoRow | Damaged) else "it is no JSON, so it was damaged, or another's"
     if path.absolute() not in _reported:
         _reported.add(path.absolute())
-        print(shown(f"{path} is ignored, as it isn't a row that lowvram wrote: {why}"), file=sys.stderr)
+        print(shown(f"{path} is ignored, as it was damaged, or isn't a row that lowvram wrote: {why}"), file=sys.stderr)
     return None
 
 

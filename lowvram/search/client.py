@@ -193,18 +193,24 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
     command = shlex.join(["python", "train.py", *words_without_secrets([*chosen_words, f"mode={mode}"])])
     return Point(
         id=folder.name,
-        name="-".join(changes.values()) or "as typed",
+        name=name_of(changes),
         index=number,
         folder=folder,
         config=with_chosen(plain(config), candidate),
         choices=chosen(config.hydra.runtime.choices),
         sweep=point.folder.name,
         provenance=identity.provenance(point.config["seed"], command),
-        logged={"name": "-".join(changes.values()) or "as typed", "group": group_of(point)},
+        logged={"name": name_of(changes), "group": group_of(point)},
         plan={name: value for name, value in candidate.items() if name != "changes"},
         locks=point.locks,
         fence=point.fence,
     )
+
+
+def name_of(changes: Mapping[str, str]) -> str:
+    """The options that a candidate changes, in one word."""
+    words = " ".join(changes.values()).split()
+    return "-".join(word.rpartition(".")[2] for word in words) or "as typed"
 
 
 def group_of(point: Point) -> str:

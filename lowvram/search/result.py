@@ -24,14 +24,14 @@ def sort_key(row: Row) -> tuple[bool, float]:
 def with_changes(words: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """The typed words without those that only the search needs, plus the options that it has chosen."""
     kept = [word for word in words if key(word).partition(".")[0] not in OF_THE_SEARCH and key(word) not in changes]
-    return [*kept, *(f"{group}={option}" for group, option in changes.items())]
+    return [*kept, *" ".join(f"{group}={option}" for group, option in changes.items()).split()]
 
 
 def report(folder: Path, words: Sequence[str], best: Row, changes: Mapping[str, str]) -> list[str]:
     """Write the winner's file; returns the last lines that the search prints.
 
     Args:
-        changes: the winner's options that differ from the typed ones.
+        changes: the winner's options that differ from the typed ones, each with the words that belong to it.
     """
     if best["status"] != Status.OK:
         return ["no measured candidate ran to its end"]
@@ -67,9 +67,12 @@ def despite_plan(best: Row) -> str:
 
 def write_file(folder: Path, best: Row, changes: Mapping[str, str]) -> None:
     """Write the options that were chosen as an experiment, as in conf/experiment."""
+    words = [word.partition("=") for word in with_changes((), changes)]
+    options = [f"  - override /{group}: {option}\n" for group, _, option in words if "." not in group]
     lines = [f"# @package _global_\n# Found by mode=search: {described(best)}.\n"]
-    if changes:
-        lines.append("defaults:\n")
-    lines += [f"  - override /{group}: {option}\n" for group, option in changes.items()]
+    lines += ["defaults:\n", *options] if options else []
+    for group in dict.fromkeys(name.partition(".")[0] for name, _, _ in words if "." in name):
+        values = [(name, value) for name, _, value in words if name.startswith(f"{group}.")]
+        lines += [f"{group}:\n", *(f"  {name.partition('.')[2]}: {value}\n" for name, value in values)]
     (folder / "experiment").mkdir(exist_ok=True)
     write_text(folder / "experiment" / f"{NAME}.yaml", "".join(lines))

@@ -8,7 +8,7 @@ are planned next; the ranking uses plans of whole combinations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import prod
@@ -78,13 +78,18 @@ class Space:
 
 
 def space_of(
-    base: Options, knobs: Mapping[Option, Knob], fixed: Mapping[str, Knob], absent: Mapping[Fact, str]
+    base: Options,
+    knobs: Mapping[Option, Knob],
+    fixed: Mapping[str, Knob],
+    absent: Mapping[Fact, str],
+    clashing: Iterable[tuple[Option, Option]] = (),
 ) -> tuple[Space, dict[Option, str]]:
     """The space of the options that are possible with `fixed` on the device, and the reasons why others aren't.
 
     Args:
         fixed: the knobs of other groups, by the names that messages use.
         absent: the facts that the device lacks.
+        clashing: pairs that can't be had together, beside those whose facts say so.
     """
     common = conflicts(fixed, absent)
     refused: dict[Option, str] = {}
@@ -98,7 +103,7 @@ def space_of(
         for pair in combinations(left, 2)
         if pair[0][0] != pair[1][0] and conflicts({"=".join(option): left[option] for option in pair}, {})
     )
-    return Space(base, left, pairs), refused
+    return Space(base, left, pairs | frozenset(map(frozenset, clashing))), refused
 
 
 class Estimate(NamedTuple):
@@ -115,8 +120,15 @@ def estimate(options: Options, base: Plan, singles: Mapping[Option, Plan]) -> Es
     changes = [singles[option] for option in options.items() if option in singles]
     times = [change["step_ms"] / base["step_ms"] for change in changes]
     share = sum(kind_bytes(kind, base, changes) for kind in counted(base)) / sum(counted(base).values())
-    least_bytes = base["least_vram_bytes"] * share
+    fixed_bytes = outside_bytes(base)
+    least_bytes = fixed_bytes + (base["least_vram_bytes"] - fixed_bytes) * share
     return Estimate(options, len(changes), base["step_ms"] * prod(times), least_bytes)
+
+
+def outside_bytes(plan: Plan) -> float:
+    """What the process needs beside the memory of tensors, such as CUDA's context: no option makes it smaller."""
+    of_tensors = plan["allocated_bytes"] if plan["reserved_bytes"] is None else plan["reserved_bytes"]
+    return max(0, plan["least_vram_bytes"] - of_tensors)
 
 
 def kind_bytes(kind: str, base: Plan, changes: Sequence[Plan]) -> float:
@@ -140,6 +152,12 @@ def counted(plan: Plan) -> dict[str, int]:
     return {kind: size for kind, size in plan["by_kind_max"].items() if is_cpu or kind != HOST}
 
 
+def changed_values(group: str, in_use: str, knob: Knob) -> dict[str, Any]:
+    """The values of an option that the user has changed."""
+    unchanged = vars(knob_of((group, in_use))) if in_use in ready_options(group) else {}
+    return {name: value for name, value in vars(knob).items() if unchanged.get(name) != value}
+
+
 def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], dict[str, str]]:
     """Every option of a group, with the values that the user has changed in the one in use; and the reasons why others
     can't have these values.
@@ -147,11 +165,8 @@ def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], d
     Args:
         knob: of the option `in_use`, as it was changed.
     """
-    ready = ready_options(group)
-    unchanged = vars(knob_of((group, in_use))) if in_use in ready else {}
-    changed = {name: value for name, value in vars(knob).items() if unchanged.get(name) != value}
-    variants, refused = {in_use: knob}, dict[str, str]()
-    for option in ready:
+    changed, variants, refused = changed_values(group, in_use, knob), {in_use: knob}, dict[str, str]()
+    for option in ready_options(group):
         node = node_of(group, option)
         missing = [name for name in changed if name not in node]
         if missing:

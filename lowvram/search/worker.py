@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -18,14 +19,27 @@ from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner
 from lowvram.results.row import MIB, size_text
-from lowvram.search.space import Estimate, Option, Options, Plan, Space, estimate, space_of, useless, variants_of
+from lowvram.search.meshes import ACCUM, SHARDING, Meshes, meshes_of
+from lowvram.search.space import (
+    Estimate,
+    Option,
+    Options,
+    Plan,
+    Space,
+    estimate,
+    outside_bytes,
+    space_of,
+    useless,
+    variants_of,
+)
 
 MOST_PLANS = 40  # of combinations, beside those of single options
-MEMORY_SLACK = 1.1  # combinations are planned if their estimated memory is at most this many times the budget
+MEMORY_SLACK = 1.1  # combinations are planned if their tensors take at most this many times their room, as estimated
 TIME_SLACK = 1.05  # and if their estimated time is at most this many times that of the last of the best
 NUM_LEANEST = 8  # combinations of least memory that are planned before the search says that nothing fits
 NUM_BARELY_FITTING = 2  # that are measured at most where nothing fits with its margin
 NUM_NAMED = 5  # combinations that are too large and that the account names
+CANT_BE_HAD = (CantPlan, Incompatible, BadInput)  # the second: the model lacks what it needs; the last: too few samples
 Refused = dict[Option, str]
 
 
@@ -46,6 +60,7 @@ class PlanCache:
     plan_device: PlanDevice
     on_plan: Callable[[int], object]  # called with the number of plans after each new one
     is_measured: bool = False  # whether the best candidates are measured, on this machine
+    meshes: Meshes | None = None  # over which points are spread; None: they take one device
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     def plan(self, space: Space, options: Options) -> Plan:
@@ -53,11 +68,21 @@ class PlanCache:
         key = tuple(options.values())
         if key not in self.plans:
             knobs = {group: space.knobs[group, name] for group, name in options.items()}
+            choices, plan_device, changes = {**self.choices, **options}, self.plan_device, space.changes(options)
+            if self.meshes is not None:
+                words = options[SHARDING]
+                knobs, choices = {**knobs, **self.meshes.knobs[words]}, {**choices, **self.meshes.choices[words]}
+                plan_device, changes = self.meshes.spread(words, plan_device), {SHARDING: words, **changes}
             whole = replace(self.settings, groups=self.settings.groups | knobs)
-            plan = self.planner.planned(whole, {**self.choices, **options}, self.plan_device)["plan"]
-            self.plans[key] = {**plan, "changes": space.changes(options)}
+            plan = self.planner.planned(whole, choices, plan_device)["plan"]
+            self.plans[key] = {**plan, "changes": changes}
             self.on_plan(len(self.plans))
         return self.plans[key]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Over how many ranks the samples of a batch are shared out at least."""
+        return 1 if self.meshes is not None else self.plan_device.target.num_data_ranks
 
     @property
     def fitting(self) -> list[Plan]:
@@ -75,7 +100,7 @@ class PlanCache:
         return [plan for plan in self.plans.values() if self.counts_barely_fitting and fits_barely(plan)]
 
 
-def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
+def search(cache: PlanCache, pinned: Collection[str]) -> Fields:
     """Plan combinations.
 
     Args:
@@ -91,16 +116,17 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
         Incompatible: nothing fits, not even without its margin.
         CantPlan: the model can't be traced with the options in use.
     """
-    space, refused = offered(
-        cache, [name for name in cache.settings.search.groups or usual_groups() if name not in pinned]
-    )
+    unfit = spread(cache, pinned)
+    groups = [name for name in cache.settings.search.groups or usual_groups() if name not in pinned]
+    space, refused = offered(cache, groups) if cache.meshes is None else offered_over_meshes(cache, groups)
+    refused |= unfit
     base = cache.plan(space, space.base)
     check(base)
     singles: dict[Option, Plan] = {}
     for option, options in space.singles():
         try:
             singles[option] = cache.plan(space, options)
-        except (CantPlan, Incompatible) as error:  # the latter: the model lacks what the option needs
+        except CANT_BE_HAD as error:
             refused[option] = str(error)
     refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
     useful = space.without(refused)
@@ -116,16 +142,48 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
     return {"ranking": [*first, *ranked(cache.fitting)], "account": lines, "refusal": refusal}
 
 
+def spread(cache: PlanCache, pinned: Collection[str]) -> Refused:
+    """With `devices`: have points be planned over that many, in each possible mesh. Returns why others aren't tried."""
+    num_devices = cache.settings.root.devices
+    if num_devices is None or num_devices == 1:
+        return {}
+    cache.meshes, refused = meshes_of(cache.settings, cache.choices, pinned)
+    cache.plan_device = replace(cache.plan_device, num_ranks=num_devices)
+    return refused
+
+
 def usual_groups() -> list[str]:
     """The groups that a search tries by default: see `Knob.searched`."""
     return [group for group, option in neutral_options().items() if knob_of((group, option)).searched]
 
 
-def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
-    """The space of options to try, and the reasons why others aren't tried."""
+def offered_over_meshes(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
+    """The same over meshes. In use is the first that can be planned with the options in use."""
+    assert cache.meshes is not None
+    refused, last = Refused(), None
+    for words in cache.meshes.knobs:
+        try:
+            space, others = offered(cache, [SHARDING, *(name for name in groups if name != SHARDING)], words)
+            cache.plan(space, space.base)
+        except CANT_BE_HAD as error:
+            refused[SHARDING, words], last = str(error), error
+        else:
+            return space, {**others, **refused}
+    raise last or BadInput("devices", cache.settings.root.devices, "a number for which sharding has a mesh")
+
+
+def offered(cache: PlanCache, groups: Sequence[str], mesh: str | None = None) -> tuple[Space, Refused]:
+    """The space of options to try, and the reasons why others aren't tried.
+
+    Args:
+        mesh: that counts as the one in use, if there are any.
+    """
     knobs: dict[Option, Knob] = {}
     refused: Refused = {}
     for group in groups:
+        if group == SHARDING and cache.meshes is not None:
+            knobs |= {(group, name): knob for name, knob in cache.meshes.variants().items()}
+            continue
         variants, impossible = variants_of(group, cache.choices[group], cache.settings.groups[group])
         refused |= {(group, name): why for name, why in impossible.items()}
         for name, knob in variants.items():
@@ -136,8 +194,10 @@ def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
                 knobs[group, name] = knob
     fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
     fixed |= noise_of(cache.settings.train).knobs()
-    base = {group: cache.choices[group] for group in groups}
-    space, conflicting = space_of(base, knobs, fixed, cache.plan_device.target.absent())
+    base = {group: cache.choices[group] for group in groups} | ({} if mesh is None else {SHARDING: mesh})
+    accum = {name: knob for (group, name), knob in knobs.items() if group == ACCUM}
+    clashing = [] if cache.meshes is None else cache.meshes.clashing(accum, cache.choices[ACCUM])
+    space, conflicting = space_of(base, knobs, fixed, cache.plan_device.target.absent(), clashing)
     return space, refused | conflicting
 
 
@@ -152,12 +212,12 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
     parts, num_samples = (
         groups["accum"].parts,
-        cache.settings.train.batch_size // cache.plan_device.target.num_data_ranks,
+        cache.settings.train.batch_size // cache.num_data_ranks,
     )
     if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
-        check_batch_size(cache.settings.train.batch_size, parts, cache.plan_device.target.num_data_ranks)
+        check_batch_size(cache.settings.train.batch_size, parts, cache.num_data_ranks)
     except BadInput as error:
         return str(error)
     return None
@@ -168,7 +228,10 @@ def check(base: Plan) -> None:
     if base["budget_bytes"] is None:
         raise BadInput("vram", None, "a budget, such as 8GiB: the memory of this device isn't known")
     if base["step_ms"] is None:
-        allowed = "a device whose YAML gives its rates, with one rank: without rates no time of a step can be predicted"
+        allowed = (
+            "a device whose YAML gives its rates, for several ranks that of their link, too (plan.link_bytes_per_s):"
+            " without rates no time of a step can be predicted"
+        )
         raise BadInput("plan.device", base["device"], allowed)
 
 
@@ -176,7 +239,8 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
     """Plan the combinations that should fit, those with the shortest estimated time first, until the next ones would be
     slower than the best `num_wanted` found. If nothing fits, plan those with the least estimated memory."""
     base = cache.plan(space, space.base)
-    sizes, times = [1.0], [1.0]  # planned / estimated, so far
+    outside = outside_bytes(base)
+    sizes, times = size_ratios(cache, estimates, outside), [1.0]  # planned / estimated, so far
     num_tried = 0
     latest_ms = late_ms(cache.fitting, num_wanted)
     for combination in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
@@ -184,19 +248,30 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
         if step_ms > latest_ms or num_tried == MOST_PLANS:
             break
         is_pointless = adds_nothing(space.changes(combination.options), step_ms, cache.fitting)
-        if combination.least_bytes * median(sizes) <= room_bytes(cache, base, step_ms) and not is_pointless:
+        ratios = sizes[combination.options.get(SHARDING)]
+        least_bytes = outside + (combination.least_bytes - outside) * median(ratios)
+        if least_bytes <= room_bytes(cache, base, step_ms) and not is_pointless:
             num_tried += 1
             try:
                 plan = cache.plan(space, combination.options)
-            except CantPlan:
+            except CANT_BE_HAD:
                 continue
-            sizes.append(plan["least_vram_bytes"] / combination.least_bytes)
+            ratios.append(tensors_share(plan["least_vram_bytes"], combination.least_bytes, outside))
             times.append(plan["step_ms"] / combination.step_ms)
             latest_ms = late_ms(cache.fitting, num_wanted)
     if not cache.fitting:
         for combination in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
-            with suppress(CantPlan):
+            with suppress(*CANT_BE_HAD):
                 cache.plan(space, combination.options)
+
+
+def size_ratios(cache: PlanCache, estimates: Sequence[Estimate], outside: float) -> dict[str | None, list[float]]:
+    """Of each mesh, planned by estimated memory of tensors: of what has been planned of it so far."""
+    found = defaultdict[str | None, list[float]](lambda: [1.0])
+    for each in estimates if cache.meshes is not None else ():
+        if plan := cache.plans.get(tuple(each.options.values())):
+            found[each.options[SHARDING]].append(tensors_share(plan["least_vram_bytes"], each.least_bytes, outside))
+    return found
 
 
 def room_bytes(cache: PlanCache, base: Plan, step_ms: float) -> float:
@@ -205,7 +280,14 @@ def room_bytes(cache: PlanCache, base: Plan, step_ms: float) -> float:
     of such plans only the fastest is measured."""
     is_fastest = all(step_ms < plan["step_ms"] for plan in (*cache.fitting, *cache.barely_fitting))
     margin = 0 if cache.counts_barely_fitting and is_fastest else base["margin"]
-    return MEMORY_SLACK * base["budget_bytes"] / (1 + margin)
+    room, outside = base["budget_bytes"] / (1 + margin), outside_bytes(base)
+    return outside + MEMORY_SLACK * max(0.0, room - outside)
+
+
+def tensors_share(planned_bytes: float, estimated_bytes: float, outside: float) -> float:
+    """Planned by estimated memory, without what no option changes."""
+    estimated = estimated_bytes - outside
+    return (planned_bytes - outside) / estimated if estimated > 0 and planned_bytes > outside else 1.0
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
@@ -295,7 +377,8 @@ def nothing_fits(plans: Sequence[Plan]) -> str:
 def more_to_try(settings: Settings, space: Space) -> str:
     """Settings of the search with which it may find configurations of less memory, for the message."""
     lossy = [] if settings.search.lossy else ["search.lossy=true"]
-    groups = [] if "optimizer" in space.names else [f"search.groups=[{','.join([*space.names, 'optimizer'])}]"]
+    named = [name for name in space.names if name != SHARDING or not settings.root.devices]
+    groups = [] if "optimizer" in named else [f"search.groups=[{','.join([*named, 'optimizer'])}]"]
     return f" ({' or '.join([*groups, *lossy])} may find less)" if groups or lossy else ""
 
 

@@ -4,6 +4,7 @@ of a row, and may tell events before. `Runner.ask` takes its name."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def check(events: Events, configs: list[dict[str, Any]], jobs: str = "1") -> Fie
     for whole in checked:
         whole.check_paths()
         ranks = whole.groups["sharding"].ranks
-        num_ranks = 1 if ranks == "auto" else int(ranks)
+        num_ranks = (whole.root.devices or 1) if ranks == "auto" else int(ranks)
         check_batch_size(
             whole.train.batch_size, whole.groups["accum"].parts, row_of(whole, num_ranks).num_rows(num_ranks)
         )
@@ -57,8 +58,10 @@ def cards_side_by_side(points: Sequence[Settings], jobs: str) -> list[str]:
     devices = list(dict.fromkeys(point.root.device for point in points))
     require(len(devices) == 1, "jobs", jobs, f"1 where points name different devices ({', '.join(devices)})")
     cards = visible_cards(devices[0])
-    have_ranks = any(Fact.MANY_RANKS in point.groups["sharding"].needs() for point in points)
-    allowed = "1 where points have several ranks (sharding): side by side each has one card"
+    have_ranks = any(
+        Fact.MANY_RANKS in point.groups["sharding"].needs() or (point.root.devices or 1) > 1 for point in points
+    )
+    allowed = "1 where points have several ranks (sharding, devices): side by side each has one card"
     require(not (cards and have_ranks), "jobs", jobs, allowed)
     return cards
 
@@ -110,7 +113,8 @@ def calibrate(events: Events, point: Point) -> Fields:
 def search(events: Events, point: Point, pinned: list[str]) -> Fields:
     """Find the candidates of a search; sends an event for each plan that was made."""
     whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
-    plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
+    alone = replace(whole, root=replace(whole.root, devices=None))  # the search itself spreads points
+    plan_device = plan_device_here(alone) if point["is_real"] else plan_device_of(alone)
     cache = PlanCache(
         planner,
         whole,
@@ -130,7 +134,7 @@ def ranks(events: Events, config: dict[str, Any]) -> Fields:
     """How many ranks a point takes on this machine."""
     whole = settings(config)
     device = choose_device(whole.root.device)
-    num_ranks = wanted_ranks(whole.groups["sharding"], device, whole.root.names_card)
+    num_ranks = wanted_ranks(whole.groups["sharding"], device, whole.root.names_card, whole.root.devices)
     check_cards(num_ranks, device, whole.root.names_card)
     num_slices = row_of(whole, num_ranks).num_rows(num_ranks)
     check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, num_slices)  # which limits their number

@@ -72,7 +72,8 @@ def run(
     import_libraries(settings)
     resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
-    wanted, names_card = wanted_ranks(sharding, device, settings.root.names_card), settings.root.names_card
+    names_card = settings.root.names_card
+    wanted = wanted_ranks(sharding, device, names_card, settings.root.devices)
     allowed = f"child for {wanted} ranks: each is a process of its own"
     require(wanted == 1 or not is_inline(spec.config), "process", "inline", allowed)
     num_ranks, num_local = rendezvous.count(sharding.ranks, wanted)

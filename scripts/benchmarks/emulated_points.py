@@ -234,7 +234,7 @@ EXTERNAL_MODELS = {
 class Point(NamedTuple):
     """A point on a card."""
 
-    card: str  # of conf/devices
+    card: str  # of conf/data_sheets
     spec: Spec
     is_drawn: bool = False  # at random, after plans were tuned
 

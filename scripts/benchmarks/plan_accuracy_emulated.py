@@ -9,7 +9,7 @@ kernels compute nothing. Operators over 4 MiB get no values, so large models run
 docs/results/emulated) keeps plan_accuracy_predictions.jsonl and plan_accuracy_measured.jsonl; what is measured there
 isn't measured again, `replan` plans all anew. `budgets=N` runs the first N held-out points of each card under `vram=`
 of their own `least_vram_bytes` and of 5 % less (plan_accuracy_budgets.jsonl). `drawn=N` takes N points of
-drawn_points.py instead, all of them held out (FOLDER: docs/results/emulated/drawn). CARDS are some of conf/devices,
+drawn_points.py instead, all of them held out (FOLDER: docs/results/emulated/drawn). CARDS are some of conf/data_sheets,
 with commas. `most=N` measures no more than N points of a card, `print` none. The report is a Markdown page on standard
 output. About 12 s a point on one core.
 """

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.compat.sentences import needed
 
@@ -59,6 +59,23 @@ def test_ranks_that_are_not_there_answer() -> None:
         pretend_ranks(4)
         assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
         dist.all_reduce(torch.ones(2))
+
+
+@needed("torch.distributed.tensor.debug", by="a plan of sharding=pipeline whose layers are split")
+def test_what_is_known_of_another_rank_s_mesh_is_forgotten() -> None:
+    from lowvram.compat.torch_distributed import forget_meshes, pretend_ranks
+
+    for rank in (0, 2):
+        with group_left():
+            pretend_ranks(4, rank)
+            forget_meshes()
+            if rank:
+                dist.new_group([rank], use_local_synchronization=True)  # so that later groups have other names
+            tensor: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+            for made in (tensor * 3, tensor.redistribute(placements=[Replicate(), Replicate()])):
+                for dim in (0, 1):
+                    groups = [each.device_mesh.get_group(dim).group_name for each in (made, tensor)]
+                    assert groups[0] == groups[1]
 
 
 @needed("torch.distributed.tensor._sharding_prop.ShardingPropagator", by="a plan of sharding=fsdp")

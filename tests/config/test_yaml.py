@@ -118,7 +118,7 @@ def test_every_group_has_its_neutral_option() -> None:
 
 def test_every_folder_is_a_group_and_every_group_a_folder() -> None:
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {*GROUPS, *PARENT_ONLY, "hydra", "local", "experiment", "sweep", "debug", "devices"}
+    assert folders == {*GROUPS, *PARENT_ONLY, "hydra", "local", "experiment", "sweep", "debug", "data_sheets"}
 
 
 # The root

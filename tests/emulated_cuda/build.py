@@ -20,7 +20,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 DEVICE = HERE / "device"
-DEVICES = HERE.parents[1] / "conf" / "devices"
+DEVICES = HERE.parents[1] / "conf" / "data_sheets"
 COMPILE = ["gcc", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-deprecated-declarations"]
 CORE = ("settings.c", "card.c", "memory.c", "streams.c", "driver_function.c")
 # Short name of a library -> its sources in device/ and its flag.
@@ -114,7 +114,7 @@ def output(*args: object) -> str:
 
 
 def card_table() -> str:
-    """The cards of conf/devices as rows of C: option, driver's name, capability, bytes, multiprocessors."""
+    """The cards of conf/data_sheets as rows of C: option, driver's name, capability, bytes, multiprocessors."""
     rows = []
     for path in sorted(DEVICES.glob("*.yaml")):
         card = yaml.safe_load(path.read_text())

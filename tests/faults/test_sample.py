@@ -117,7 +117,7 @@ def test_what_differs_is_seen() -> None:
 def test_configurations_draw_from_every_group() -> None:
     """Of conf/, but those that stand in OTHERWISE."""
     there = {path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("_")}
-    named = {*groups(), *OTHERWISE, "devices"}  # of plan.device
+    named = {*groups(), *OTHERWISE, "data_sheets"}  # of plan.device
     assert there <= named
     words = " ".join(word for number in range(300) for word in configuration(Random(number)))
     assert [group for group in groups() if f" {group}=" not in words] == []

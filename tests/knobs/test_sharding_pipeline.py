@@ -20,12 +20,15 @@ from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
 from lowvram.core.mesh import all_ranks
 from lowvram.core.peak import Peak
+from lowvram.core.rig import Part
 from lowvram.core.row_shape import RowShape
+from lowvram.core.stages import PipelineStage
 from lowvram.core.step import step
 from lowvram.core.stepper import StepperAround
 from lowvram.core.structure import Structure
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.sharding import PipelineParallel
+from lowvram.knobs.sharding.boundaries import Boundaries
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
 from lowvram.knobs.stepping import AfterBackward
@@ -276,7 +279,34 @@ def test_a_strangers_blocks_are_found_with_what_they_read() -> None:
     assert segments_of(Chain("weight")).readers["blocks.1.a.weight"] == {2, found.tail}
 
 
+def test_a_stage_that_makes_another_form_of_the_same_part_is_refused() -> None:
+    """The next stage has made room for what it was told the first time."""
+    boundaries, stage = Boundaries(all_ranks(), None), PipelineStage(0, 0, 1, is_last=False)
+    part = Part(torch.zeros(4, 3), torch.zeros(4))
+    for _ in range(2):
+        boundaries.told(stage, part, torch.zeros(4, 6))
+    boundaries.told(stage, Part(torch.zeros(4, 2), torch.zeros(4)), torch.zeros(4, 5))  # another part
+    for other in (torch.zeros(4, 7), torch.zeros(8, 6), torch.zeros(4, 6, dtype=torch.bfloat16)):
+        with pytest.raises(Incompatible, match=r"has made \(.*\) of torch.* after \(1 x samples, 6\) of torch.float32"):
+            boundaries.told(stage, part, other)
+
+
 # What it takes
+
+
+def codes_here(choices: Choices) -> dict[str, int]:
+    """The bytes of each block's weights in 4 bits."""
+    rig = assemble(DEEP, knobs_of(**choices), CPU)
+    return {name: buffer.nbytes for name, buffer in rig.model.named_buffers() if name.endswith(".codes")}
+
+
+def test_weights_in_four_bits_are_with_their_stage() -> None:
+    choices: Choices = {"adapter": "qlora", "accum": Parts(2), "sharding": PipelineParallel()}
+    whole = codes_here({"adapter": "qlora"})
+    first, last = on_ranks(codes_here, choices)
+    assert first
+    assert not first.keys() & last.keys()
+    assert first | last == whole
 
 
 def measured_peaks(choices: Choices) -> Peak:

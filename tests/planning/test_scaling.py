@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Knob
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
+from lowvram.knobs.sharding import PipelineParallel
 from lowvram.planning import scaling as repricing
 from lowvram.planning.cache import TraceCache, default_folder, key_of
 from lowvram.planning.devices import DeviceSpec
@@ -20,13 +22,15 @@ from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.scaling import Line, TraceScaler, line_through
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
-from lowvram.planning.trace.events import Trace
+from lowvram.planning.trace.events import PHASES, Phase, Trace
 from lowvram.planning.trace.tracer import trace
-from tests.laboratory import PROBLEMS, knobs_of
+from lowvram.tasks import Auto
+from tests.laboratory import PROBLEMS, TOKENS, TRANSFORMER, knobs_of
 from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
+DEEP = Auto().pose(replace(TRANSFORMER, num_layers=4), TOKENS)
 H100 = Target(Card("H100", (9, 0), 132))
 
 
@@ -73,6 +77,35 @@ def test_prices_are_those_of_direct_traces(
         assert scaled.why_direct is None
         assert scaled.trace.sums() == traced(PROBLEMS[problem], knobs, parts, sizes[1], target).sums()
     assert num_traced() == 4
+
+
+@pytest.mark.parametrize("parts", [6, 9])
+def test_a_pipeline_of_many_parts_is_that_of_a_few(parts: int, num_traced: Callable[[], int]) -> None:
+    """Where passes take turns: memory to the byte, and all that the device computes and sends in its passes."""
+    knob = PipelineParallel()
+    target = Target(H100.card, 2, knob.row_shape(2))
+    for stage in target.stages():
+        scaled = TraceScaler(PROBLEMS["transformer"], stage).trace(without_accum(sharding=knob), parts, 2 * parts)
+        direct = traced(PROBLEMS["transformer"], without_accum(sharding=knob), parts, 2 * parts, stage)
+        assert not scaled.is_direct
+        found, wanted = scaled.trace.sums(), direct.sums()
+        assert (found.peak_bytes, found.by_kind_max) == (wanted.peak_bytes, wanted.by_kind_max)
+        assert found.by_phase[Phase.BETWEEN] == pytest.approx(wanted.by_phase[Phase.BETWEEN], abs=512 * parts)  # losses
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+            works = [each.work[each.work[:, Column.PHASE] == PHASES.index(phase)] for each in (scaled.trace, direct)]
+            sums = [(work[:, Column.FLOPS :] * work[:, Column.TIMES, None]).sum(0).tolist() for work in works]
+            assert sums[0] == sums[1], phase
+    assert num_traced() == 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_other_pipelines_are_traced_for_themselves(schedule: str) -> None:
+    knob = PipelineParallel(schedule=schedule, stages=2 if schedule == "interleaved" else 1)
+    target = Target(None, 2, knob.row_shape(2))
+    for stage in target.stages():
+        scaled = TraceScaler(DEEP, stage).trace(without_accum(sharding=knob), 6, 12)
+        assert scaled.is_direct
+        assert scaled.trace.sums() == traced(DEEP, without_accum(sharding=knob), 6, 12, stage).sums()
 
 
 def test_the_first_batch_size_takes_one_trace(num_traced: Callable[[], int]) -> None:

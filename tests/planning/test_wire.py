@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.step import step
-from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, TensorParallel, ZeRO1
+from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, PipelineParallel, TensorParallel, ZeRO1
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.estimate import PlanDevice, traffic
 from lowvram.planning.target import Target
@@ -31,6 +31,7 @@ OPTIONS: dict[str, Knob] = {
     "layers split": TensorParallel(),
     "tokens shared out": ContextParallel(),
     "tokens shared out, weights sharded": FSDP(context=None),
+    "blocks spread": PipelineParallel(schedule="gpipe"),
 }
 COPIES: dict[str, Knob] = {
     "hsdp": FSDP(replicate=2),
@@ -116,4 +117,6 @@ def test_a_link_is_busy_as_long_as_its_rate_says() -> None:
     assert traffic(found, device)["wire_ms"] is None
     fields = traffic(found, replace(device, device=DeviceSpec(link_bytes_per_s=1e6)))
     assert fields["wire_ms"] == pytest.approx(fields["wire_bytes"] / 1e3)
-    assert traffic(found, PlanDevice("card", DeviceSpec(), 1)) == {"wire_bytes": None, "wire_ms": None}
+    assert fields["wire_bytes_of"] == {"data": fields["wire_bytes"]}
+    unknown = {"wire_bytes": None, "wire_bytes_of": None, "wire_ms": None}
+    assert traffic(found, PlanDevice("card", DeviceSpec(), 1)) == unknown

@@ -138,7 +138,7 @@ def test_the_margin_is_the_error_that_is_known_of_plans(tmp_path: Path) -> None:
     assert planned(*TINY, CARD)["margin"] == 0.1
     assert planned(*TINY, CARD)["error"] is None
     known = {"median": 0.02, "p95": 0.3, "where": "12 points on a card"}
-    text = (CONF / "devices" / "rtx3060.yaml").read_text()
+    text = (CONF / "data_sheets" / "rtx3060.yaml").read_text()
     mine = tmp_path / "mine.yaml"
     lines = [line for line in text.splitlines() if not line.startswith("error_")]
     mine.write_text("\n".join([*lines, *(f"error_{name}: {value}" for name, value in known.items())]))

@@ -84,7 +84,7 @@ def test_what_is_no_row_is_named_once_and_counts_as_none(
     assert len(table.collect(tmp_path)) == 1
     assert file.is_file()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{file} is ignored, as it isn't a row that lowvram wrote: {expected}")
+    assert line.startswith(f"{file} is ignored, as it was damaged, or isn't a row that lowvram wrote: {expected}")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "[" * 100_000, '{"schema": 1', "\0", None])

@@ -259,7 +259,8 @@ def planned(step_ms: float, least_bytes: int = 1, **changes: str) -> Plan:
     """A plan for a budget of 100 bytes, with a margin of 10 %."""
     about = {"budget_bytes": 100, "host_budget_bytes": None, "host_bytes": None, "margin": 0.1}
     fits = 1.1 * least_bytes <= 100
-    return {**about, "step_ms": step_ms, "changes": changes, "least_vram_bytes": least_bytes, "fits": fits}
+    sizes = {"least_vram_bytes": least_bytes, "reserved_bytes": least_bytes}  # CUDA's context takes nothing
+    return {**about, **sizes, "step_ms": step_ms, "changes": changes, "fits": fits}
 
 
 def test_what_saves_what_nobody_asks_for_comes_last() -> None:

@@ -13,9 +13,10 @@ from lowvram.worker import asks
 from lowvram.worker.asks import cards_side_by_side
 
 
-def points(*devices: str, sharding: Any = None) -> Any:
+def points(*devices: str, sharding: Any = None, num_devices: int | None = None) -> Any:
     groups = {"sharding": sharding or Unsharded()}
-    return [SimpleNamespace(root=SimpleNamespace(device=device), groups=groups) for device in devices]
+    roots = [SimpleNamespace(device=device, devices=num_devices) for device in devices]
+    return [SimpleNamespace(root=root, groups=groups) for root in roots]
 
 
 @pytest.fixture
@@ -37,3 +38,5 @@ def test_points_that_no_single_card_fits_are_refused_at_once() -> None:
             cards_side_by_side(points(*devices), "2")
     with pytest.raises(BadInput, match="jobs='auto': must be 1 where points have several ranks"):
         cards_side_by_side(points("auto", sharding=FSDP()), "auto")
+    with pytest.raises(BadInput, match="jobs='2': must be 1 where points have several ranks"):
+        cards_side_by_side(points("auto", num_devices=2), "2")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowvram.config.errors import Incompatible
 from lowvram.core.forms import NUM_NUMBERS, form_before, form_of, form_of_part, from_numbers, shared_forms
 from lowvram.core.mesh import Ranks
 from lowvram.core.rig import Part
@@ -26,6 +27,7 @@ class Boundaries:
     def __init__(self, ranks: Ranks, hosts: Ranks | None) -> None:
         self._ranks, self._hosts = ranks, hosts
         self._forms = shared_forms()
+        self._told: set[tuple[int, tuple[object, ...]]] = set()
         self._sending: list[tuple[dist.Work | None, Tensor]] = []  # kept until they have arrived
 
     def rank_of(self, stage: int) -> int:
@@ -33,11 +35,18 @@ class Boundaries:
         return stage % self._ranks.size
 
     def told(self, stage: PipelineStage, part: Part, made: Tensor) -> None:
-        """What a stage has made of a part; tells the next stage's rank, if it is the first such part."""
-        key = (stage.index + 1, form_of_part(part))
-        if key in self._forms:
+        """What a stage has made of a part; tells the next stage's rank, if it is the first such part. Raises
+        Incompatible if its form is another one than that of earlier parts like it."""
+        key, form = (stage.index + 1, form_of_part(part)), form_of(made, part.num_samples)
+        known = self._forms.setdefault(key, form)
+        if form != known:
+            raise Incompatible(
+                "sharding=pipeline needs blocks that make tensors of the same shape and format of parts of the same"
+                f" shape, and one has made {form} after {known}: choose sharding=fsdp"
+            )
+        if key in self._told:
             return
-        self._forms[key] = form = form_of(made, part.num_samples)
+        self._told.add(key)
         if self._hosts is not None and self.rank_of(stage.index + 1) != self._ranks.rank:
             numbers = form.as_numbers()
             work = dist.isend(numbers, group=self._hosts.group, group_dst=self.rank_of(stage.index + 1))

@@ -6,7 +6,7 @@ on GPU Clusters Using Megatron-LM" (2021, interleaved).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -21,11 +21,21 @@ from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Part, Rig
 from lowvram.core.row_shape import RowShape
-from lowvram.core.stages import PipelineStage, Stages, hide_buffers, leave_here, put_in_stages, sizes_of, stages_of
+from lowvram.core.stages import (
+    Pass,
+    PipelineStage,
+    Stages,
+    hide_buffers,
+    leave_here,
+    put_in_stages,
+    sizes_of,
+    stages_of,
+)
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
+from lowvram.knobs.sharding.passes import check_parts, passes_of
 from lowvram.knobs.sharding.pipeline_run import PipelineRun
 
 
@@ -76,6 +86,12 @@ class PipelineParallel(DDP):
         require(num_left % number == 0, "sharding.pipeline", number, allowed)
         return RowShape(pipeline=number, tensor=tensor)
 
+    def passes(self, row: RowShape, num_parts: int) -> Sequence[Sequence[Pass]] | None:
+        if row.pipeline == 1:
+            return None
+        check_parts(self.schedule, row.pipeline, self.stages, num_parts)
+        return passes_of(self.schedule, row.pipeline, self.stages, num_parts)
+
     def partition(self, rig: Rig) -> None:
         ranks = ranks_along(PIPELINE)
         if ranks is None:
@@ -98,7 +114,7 @@ class PipelineParallel(DDP):
         sizes = sizes_of(rig.model)
         put_in_stages(known.blocks, Stages(stages, segments.arguments, segments.in_tuple, shared, elsewhere, sizes))
         hide_buffers(rig.model, elsewhere)
-        leave_here(rig.model, here, rig.device)
+        leave_here(rig.model, here, unread_buffers(rig.model, segments, here), rig.device)
 
     def apply(self, rig: Rig) -> Rig:
         ranks, stages = ranks_along(PIPELINE), stages_of(rig.model)
@@ -126,6 +142,14 @@ def check_trains(model: nn.Module, readers: Mapping[str, frozenset[int]], num_st
                 f"sharding=pipeline needs weights that train in each stage, and stage {stage} has none: choose other"
                 " numbers of blocks (sharding.cut), or sharding=fsdp"
             )
+
+
+def unread_buffers(model: nn.Module, segments: Segments, here: Collection[str]) -> set[str]:
+    """The first names of the buffers that no stage of this rank reads. What stands before and behind the blocks is
+    computed on every rank, though only one uses what becomes of weights."""
+    outside, in_blocks = {0, segments.tail}, tuple(f"{name}." for name in segments.blocks)
+    names = (name for name, _ in model.named_buffers() if name.startswith(in_blocks) and name not in here)
+    return {name for name in names if outside.isdisjoint(segments.readers.get(name, ()))}
 
 
 def stages_reading(model: nn.Module, segments: Segments, bounds: list[tuple[int, int]]) -> Mapping[str, frozenset[int]]:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowvram.compat.torch_pipelining import PartsStage, Work, run_schedule, schedule_of
-from lowvram.config.errors import require
 from lowvram.core.mesh import Ranks, stage_hosts
 from lowvram.core.rig import Part, Rig, enough_samples, loss_of
 from lowvram.core.shards import count_elsewhere
 from lowvram.core.stages import PipelineStage, StageEnds, Stages
 from lowvram.knobs.sharding.boundaries import Boundaries
+from lowvram.knobs.sharding.passes import check_parts
 
 
 @final
@@ -44,7 +44,7 @@ class PipelineRun:
 
     def __call__(self, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
         """The mean loss; 0 on all ranks but the last."""
-        self.check_parts(len(parts))
+        check_parts(self._schedule, self.ranks.size, len(self.stages.own), len(parts))
         group = self.ranks.group
         assert group is not None
         passes = Passes(self, rig, parts, total)
@@ -53,12 +53,6 @@ class PipelineRun:
         run_schedule(schedule_of(self._schedule, made, len(parts)), len(parts))
         self.sum_shared(rig.model)
         return torch.stack(passes.losses).sum() if passes.losses else torch.zeros((), device=self.device)
-
-    def check_parts(self, num_parts: int) -> None:
-        """Raises BadInput where the schedule needs more parts."""
-        allowed = f"at least {self.num_stages}, the number of stages, with sharding.schedule={self._schedule}"
-        is_enough = self._schedule == "gpipe" or num_parts >= self.num_stages
-        require(is_enough, "accum.parts", num_parts, f"{allowed} (or choose sharding.schedule=gpipe)")
 
     def sum_shared(self, model: nn.Module) -> None:
         """Add up the gradients of parameters that several ranks have. The first of these counts them."""

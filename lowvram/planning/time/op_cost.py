@@ -26,6 +26,8 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.fused import LAUNCHED, LIBRARY
 from lowvram.core.ledger import ENGINE
+from lowvram.core.mesh import dimension_of
+from lowvram.core.row_shape import CONTEXT, DATA, PIPELINE, TENSOR
 from lowvram.knobs.precision.fp32 import uses_tf32
 from lowvram.models.attention import Reach
 from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD, num_pairs
@@ -53,16 +55,27 @@ class Column(IntEnum):
 
 
 class Stream(Enum):
-    """What runs an operator. Streams run in parallel."""
+    """What runs an operator. Streams run in parallel. Messages to other ranks are apart by the dimension of the mesh
+    along which they go; their bytes are those that this rank sends."""
 
     DEVICE = "device"
     HOST = "host"  # its processor
     TO_HOST = "to host"
     TO_DEVICE = "to device"
-    TO_RANKS = "to other ranks"  # its bytes are those that this rank sends
+    BY_DATA = "data"
+    BY_PIPELINE = "pipeline"
+    BY_CONTEXT = "context"
+    BY_TENSOR = "tensor"
 
 
 STREAMS = list(Stream)
+BY_DIMENSION = {
+    DATA: Stream.BY_DATA,
+    PIPELINE: Stream.BY_PIPELINE,
+    CONTEXT: Stream.BY_CONTEXT,
+    TENSOR: Stream.BY_TENSOR,
+}
+BETWEEN_RANKS = list(BY_DIMENSION.values())
 NO_PRODUCT, UNKNOWN = "none", "other"
 NO_MODULE = -1
 FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
@@ -92,10 +105,12 @@ RINGS = {
     "all_reduce": (0, 2),
     "all_gather_into_tensor": (0, 1),
     "reduce_scatter_tensor": (0, 1),
+    "recv_": (0, 0),
     "wait_tensor": (0, 0),
     "_wrap_tensor_autograd": (0, 0),
 }
 OF_PARTS = {"all_gather_into_tensor"}  # given one rank's part
+MESSAGE = "send"  # to one rank
 # Operators that read or write only those elements of their first tensor that the other arguments select.
 PICKING = {
     ATEN.embedding,
@@ -234,7 +249,9 @@ class OpCounter:
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         if operator.namespace in COLLECTIVES:
             if sent := sent_bytes(operator, args):
-                self.line(Stream.TO_RANKS, NO_PRODUCT, 0, sent)
+                group = group_of(args)
+                stream = Stream.BY_DATA if group is None else BY_DIMENSION[dimension_of(group)]
+                self.line(stream, NO_PRODUCT, 0, sent)
             return
         recipe = recipe_of(operator)
         if recipe is None:
@@ -298,20 +315,23 @@ class OpCounter:
 
 def sent_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     """The bytes that each rank of a ring sends for a collective: all but its own share of a whole tensor, and for a
-    sum that all ranks get twice as many."""
+    sum that all ranks get twice as many; and the bytes of a message."""
     name = operator.overloadpacket.__name__
+    if name == MESSAGE:
+        return size(args[0])
     place, times = RINGS.get(name, (0, 1))
-    num_ranks = group_size(args) if times else 1
+    group = group_of(args) if times else None
+    num_ranks = 1 if group is None else group.size()
     whole_bytes = size(args[place]) * (num_ranks if name in OF_PARTS else 1)
     return times * whole_bytes * (num_ranks - 1) // num_ranks
 
 
-def group_size(args: tuple[Any, ...]) -> int:
-    """How many ranks take part in a collective, whose operator is given their group, or the group's name last."""
+def group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The ranks that take part in a collective, whose operator is given their group, or the group's name last."""
     group = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
     if group is not None:
-        return dist.ProcessGroup.unbox(group).size()
-    return group_named(args[-1]).size() if isinstance(args[-1], str) else 1
+        return dist.ProcessGroup.unbox(group)
+    return group_named(args[-1]) if isinstance(args[-1], str) else None
 
 
 def is_called_by_autograd() -> bool:

@@ -4,13 +4,18 @@ Williams et al., "Roofline" (2009): an operator takes as long as its arithmetic 
 what it reads and writes, whichever is longer; neither peak is ever reached. Copies to the host and back, and work on
 the host's processor, run in parallel: each phase of each part of the batch takes as long as the slowest of these.
 
+Of messages to other ranks those of weights and gradients run in parallel, too; the outputs of split layers, and tokens
+that ranks exchange, hold up the computation. What goes from stage to stage of a pipeline is in pipeline_time.py.
+
 Rates come from a data sheet, with assumed efficiencies, which are good enough to rank points; predictions are as wrong
 as the efficiencies are. Or rates are measured on a device of this machine (lowvram/planning/time/calibration.py).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -18,13 +23,15 @@ import torch
 from torch import Tensor
 
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
+from lowvram.planning.time.op_cost import BETWEEN_RANKS, FORMATS, STREAMS, Column, Stream
 from lowvram.planning.trace.events import PHASES
 
 SOURCE = "assumed efficiencies"  # of all constants below
 PRODUCT_EFFICIENCY = 0.6  # of the peak rate: large GEMMs reach 60 to 80 %
 BANDWIDTH_EFFICIENCY = 0.8  # of memory: what a large copy reaches
 PCIE_EFFICIENCY = 0.8  # of pinned copies
+LINK_EFFICIENCY = 0.6  # of what a link carries one way: rings of NCCL
+MESSAGE_S = 20e-6  # before a message's bytes
 LAUNCH_S = 4e-6  # per kernel, before and after its work
 DISPATCH_S = 30e-6  # of the host, per operator that it calls: that of an H200 took 32 µs (GPT-2) and 44 (ResNet-50)
 HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
@@ -40,14 +47,21 @@ class StepTime:
     launches_ms: float
     copies_ms: float  # that the device waits for
     host_ms: float  # that the device waits for work of the host's processor, such as updates there
+    ranks_ms: float = 0.0  # that the device waits for messages of other ranks
+    bubble_ms: float = 0.0  # that the device waits for other stages of a pipeline
 
     @property
     def step_ms(self) -> float:
         return sum(vars(self).values())
 
     def by_name(self) -> dict[str, float]:
-        """The parts of the sum, by name."""
-        return {name.removesuffix("_ms"): milliseconds for name, milliseconds in vars(self).items()}
+        """The parts of the sum, by name; those about other ranks only where there are any."""
+        of_ranks = ("ranks_ms", "bubble_ms")
+        there = {name: each for name, each in vars(self).items() if each or name not in of_ranks}
+        return {name.removesuffix("_ms"): milliseconds for name, milliseconds in there.items()}
+
+
+WAITED_FOR = (Stream.TO_HOST, Stream.HOST, Stream.BY_DATA)  # the first stands for copies in both directions
 
 
 class Extra(NamedTuple):
@@ -104,17 +118,24 @@ def operators_s(work: Tensor, rates: Rates) -> Tensor:
     ]
 
 
-def step_time(work: Tensor, rates: Rates) -> StepTime | None:
-    """The time of `Trace.work` on one device; None if a rate that it needs isn't known."""
+def step_time(work: Tensor, rates: Rates, link_bytes_per_s: float | None = None) -> StepTime | None:
+    """The time of `Trace.work` on one device; None if a rate that it needs isn't known. Without what a pipeline's
+    stages wait for.
+
+    Args:
+        link_bytes_per_s: what the link to other ranks carries one way at most; None: not known.
+    """
     stream, times, extra = work[:, Column.STREAM], work[:, Column.TIMES], rates.extra
-    is_device = stream == STREAMS.index(Stream.DEVICE)
+    is_device, is_message = stream == STREAMS.index(Stream.DEVICE), is_on(work, BETWEEN_RANKS)
     arithmetic_s, moving_s = rates.taken_s(work)
+    moving_s = torch.where(is_message, messages_s(work, link_bytes_per_s), moving_s)
     if (arithmetic_s.isnan() | moving_s.isnan()).any():
         return None
     is_product, allocation_s = arithmetic_s > moving_s, rates.allocation_s(work) * times
     working_s = torch.maximum(arithmetic_s, moving_s) * times
     taken_s = working_s + allocation_s
     waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
+    held_up_s = float(working_s[is_on(work, [Stream.BY_CONTEXT, Stream.BY_TENSOR])].sum())
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
     calling_s = extra.dispatch_s * int((times * work[:, Column.CALLS])[is_device].sum())
     return StepTime(
@@ -123,7 +144,21 @@ def step_time(work: Tensor, rates: Rates) -> StepTime | None:
         1e3 * (extra.launch_s * num_launches + max(0.0, calling_s - busy_s)),
         1e3 * waiting_s[Stream.TO_HOST],
         1e3 * waiting_s[Stream.HOST],
+        1e3 * (held_up_s + waiting_s[Stream.BY_DATA]),
     )
+
+
+def is_on(work: Tensor, streams: Sequence[Stream]) -> Tensor:
+    """(operators,): whether one of these streams runs a line of `Trace.work`."""
+    return torch.isin(work[:, Column.STREAM], torch.tensor([STREAMS.index(stream) for stream in streams]))
+
+
+def messages_s(work: Tensor, link_bytes_per_s: float | None) -> Tensor:
+    """(operators,): seconds of each line of `Trace.work`, if it is a message to other ranks. NaN where it has bytes and
+    the link isn't known."""
+    num_bytes = work[:, Column.BYTES].double()
+    rate = math.nan if link_bytes_per_s is None else LINK_EFFICIENCY * link_bytes_per_s
+    return (num_bytes / rate + MESSAGE_S).where(num_bytes > 0, 0.0)
 
 
 def rates_tensor(rates: list[float | None]) -> Tensor:
@@ -132,8 +167,8 @@ def rates_tensor(rates: list[float | None]) -> Tensor:
 
 
 def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Stream, float]:
-    """Seconds that the device waits for parallel work, over all phases of all parts: for the host, or for copies in
-    either direction (under `Stream.TO_HOST`). A CPU does all of that work itself."""
+    """Seconds that the device waits for parallel work, over all phases of all parts: for the host, for copies in either
+    direction (under `Stream.TO_HOST`), or for messages of weights and gradients. A CPU does all of that work itself."""
     place = work[:, Column.PART] * len(PHASES) + work[:, Column.PHASE]
     num_places = int(place.max()) + 1 if len(place) else 0
     by_stream = torch.zeros(len(STREAMS), num_places, dtype=torch.float64)
@@ -141,8 +176,9 @@ def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Stream, f
     busy = dict(zip(STREAMS, by_stream, strict=True))
     if is_own_host:
         copies_s = busy[Stream.TO_HOST].sum() + busy[Stream.TO_DEVICE].sum()
-        return {Stream.HOST: float(busy[Stream.HOST].sum()), Stream.TO_HOST: float(copies_s)}
+        others = {stream: float(busy[stream].sum()) for stream in (Stream.HOST, Stream.BY_DATA)}
+        return others | {Stream.TO_HOST: float(copies_s)}
     copies = torch.maximum(busy[Stream.TO_HOST], busy[Stream.TO_DEVICE])
-    missing = (torch.maximum(copies, busy[Stream.HOST]) - busy[Stream.DEVICE]).clamp(min=0)
-    is_host = busy[Stream.HOST] > copies
-    return {Stream.HOST: float(missing[is_host].sum()), Stream.TO_HOST: float(missing[~is_host].sum())}
+    slowest_s, which = torch.stack([copies, *(busy[stream] for stream in WAITED_FOR[1:])]).max(dim=0)
+    missing = (slowest_s - busy[Stream.DEVICE]).clamp(min=0)
+    return {stream: float(missing[which == number].sum()) for number, stream in enumerate(WAITED_FOR)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowvram.compat.torch_compiler import activation_budget_restored
-from lowvram.compat.torch_distributed import pretend_ranks, shape_propagation_inside
+from lowvram.compat.torch_distributed import forget_meshes, pretend_ranks, shape_propagation_inside
 from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
 from lowvram.compat.torch_modes import FastDispatchMode
 from lowvram.compat.torch_ops import CopyOps, schema_of
@@ -190,9 +190,13 @@ def ranks_of(num_ranks: int, rank: int) -> Iterator[None]:
         if was_there:
             raise RuntimeError("a process that is one of several ranks can't plan for others")
         pretend_ranks(num_ranks, rank)
+    if rank:
+        forget_meshes()
     try:
         yield
     finally:
+        if rank:
+            forget_meshes()
         if dist.is_initialized() and not was_there:
             dist.destroy_process_group()
 

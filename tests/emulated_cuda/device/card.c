@@ -1,4 +1,4 @@
-/* Which card is emulated. build.py writes cards.h from conf/devices: {option, driver's name, capability, bytes, SMs}. */
+/* Which card is emulated. build.py writes cards.h from conf/data_sheets: {option, driver's name, capability, bytes, SMs}. */
 #include "device.h"
 #include <stdlib.h>
 #include <string.h>
@@ -25,7 +25,7 @@ static const card *chosen(void) {
   if (!option || !*option) option = "h100";
   for (size_t i = 0; i < sizeof cards / sizeof *cards; i++)
     if (!strcmp(cards[i].option, option)) return found = &cards[i];
-  emu_log("EMULATED_CARD=%s: conf/devices has no such card with CUDA\n", option);
+  emu_log("EMULATED_CARD=%s: conf/data_sheets has no such card with CUDA\n", option);
   exit(2);
 }
 

@@ -219,8 +219,8 @@ def test_no_time_is_known_of_what_goes_to_other_cards() -> None:
     """But offload=parameters gathers weights over a single rank, which sends nothing."""
     card = Calibration(flat(1e9).curves, OVERHEAD_S, {stream.value: 1e9 for stream in COPIED})
     work = line(Family.MOVING, 10**6)
-    assert seconds_of(torch.cat([work, line(Family.MOVING, 0, stream=Stream.TO_RANKS)]), card) == pytest.approx(1e-3)
-    assert step_time(torch.cat([work, line(Family.MOVING, 1, stream=Stream.TO_RANKS)]), card) is None
+    assert seconds_of(torch.cat([work, line(Family.MOVING, 0, stream=Stream.BY_DATA)]), card) == pytest.approx(1e-3)
+    assert step_time(torch.cat([work, line(Family.MOVING, 1, stream=Stream.BY_DATA)]), card) is None
 
 
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])

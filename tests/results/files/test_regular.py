@@ -49,7 +49,7 @@ def test_files_that_never_end(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     for name in ("overrides.yaml", "config.yaml"):
         made(tmp_path / ".hydra" / name, kind)
     assert rows.read(tmp_path) is None
-    assert "is ignored, as it isn't a row that lowvram wrote: it is " in capsys.readouterr().err
+    assert "is ignored, as it was damaged, or isn't a row that lowvram wrote: it is " in capsys.readouterr().err
     with pytest.raises(Irregular, match="it is "):
         read_lines(tmp_path / "metrics.jsonl")
     assert stored_run_id(tmp_path) is None
