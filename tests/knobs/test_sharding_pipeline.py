@@ -23,6 +23,7 @@ from lowvram.core.peak import Peak
 from lowvram.core.rig import Part
 from lowvram.core.row_shape import RowShape
 from lowvram.core.stages import PipelineStage
+from lowvram.core.states import load_whole
 from lowvram.core.step import step
 from lowvram.core.stepper import StepperAround
 from lowvram.core.structure import Structure
@@ -307,6 +308,23 @@ def test_weights_in_four_bits_are_with_their_stage() -> None:
     assert first
     assert not first.keys() & last.keys()
     assert first | last == whole
+
+
+def state_and_back(choices: Choices) -> list[str]:
+    """The names in a model's state, which it takes back."""
+    rig = assemble(Auto().pose(RESNET, IMAGES), knobs_of(**choices), CPU)
+    state = rig.model.state_dict()
+    load_whole(rig.model, dict(state))  # as from a file, which doesn't have torch's versions of modules
+    return [*state]
+
+
+def test_a_stages_state_is_taken_back() -> None:
+    """With buffers of BatchNorm, of which each stage has its own."""
+    choices: Choices = {"accum": Parts(2), "sharding": PipelineParallel(schedule="gpipe")}
+    first, last = on_ranks(state_and_back, choices)
+    assert any("running_mean" in name for name in first)
+    assert not {*first} & {*last}
+    assert {*first, *last} == {*state_and_back({})}
 
 
 def measured_peaks(choices: Choices) -> Peak:

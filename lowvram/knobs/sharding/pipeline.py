@@ -113,8 +113,9 @@ class PipelineParallel(DDP):
         elsewhere = {name for name, each in readers.items() if min(each) not in own}
         sizes = sizes_of(rig.model)
         put_in_stages(known.blocks, Stages(stages, segments.arguments, segments.in_tuple, shared, elsewhere, sizes))
+        unread = unread_buffers(rig.model, segments, here)
         hide_buffers(rig.model, elsewhere)
-        leave_here(rig.model, here, unread_buffers(rig.model, segments, here), rig.device)
+        leave_here(rig.model, here, unread, rig.device)
 
     def apply(self, rig: Rig) -> Rig:
         ranks, stages = ranks_along(PIPELINE), stages_of(rig.model)
@@ -145,10 +146,11 @@ def check_trains(model: nn.Module, readers: Mapping[str, frozenset[int]], num_st
 
 
 def unread_buffers(model: nn.Module, segments: Segments, here: Collection[str]) -> set[str]:
-    """The first names of the buffers that no stage of this rank reads. What stands before and behind the blocks is
-    computed on every rank, though only one uses what becomes of weights."""
+    """The first names of the buffers that no stage of this rank reads and no state has, such as weights in 4 bits. What
+    stands before and behind the blocks is computed on every rank, though only one uses what becomes of weights."""
+    kept = {*here, *model.state_dict()}  # BatchNorm wants its buffers back as a state is loaded
     outside, in_blocks = {0, segments.tail}, tuple(f"{name}." for name in segments.blocks)
-    names = (name for name, _ in model.named_buffers() if name.startswith(in_blocks) and name not in here)
+    names = (name for name, _ in model.named_buffers() if name.startswith(in_blocks) and name not in kept)
     return {name for name in names if outside.isdisjoint(segments.readers.get(name, ()))}
 
 
