@@ -23,7 +23,7 @@ from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
 from lowvram.cli.swept_fields import with_fields_of_swept
-from lowvram.config import thread_limits
+from lowvram.config import memory_limits, thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from lowvram.config.identity import name_device
@@ -39,7 +39,6 @@ from lowvram.runs.folders import end_runs
 PRINTING = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints and runs nothing
 LINGER_S = 10.0  # see `linger`
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-WITHOUT_REASON = "error return without exception set"  # as CPython says where code of its own got no memory
 
 
 def main() -> None:
@@ -123,7 +122,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, MemoryError) or (isinstance(error, SystemError) and WITHOUT_REASON in str(error)):
+        if isinstance(error, MemoryError) or memory_limits.is_hidden_in(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lowvram.config import thread_limits
+from lowvram.config import memory_limits, thread_limits
 from lowvram.config.texts import message
 
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "bad_alloc", "cannot allocate memory")
@@ -40,7 +40,6 @@ CUT_SHORT = re.compile(
     r"|database or disk is full|disk I/O error"  # SQLite's
 )
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(thread_limits.__file__).parents[1]), "<")  # "<": generated code
-WITHOUT_REASON = "error return without exception set"  # as CPython says where code of its own got no memory
 OF_OWN = (errno.EFBIG, errno.EINVAL)  # it is larger than any of lowvram's, or no regular file
 IN_WORDS = re.compile(r"I/O error.*\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")
 
@@ -79,15 +78,11 @@ def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_refused |= isinstance(error, ImportError) and NOT_MAPPED in message(error) and has_limited_addresses()
-    is_refused |= isinstance(error, SystemError) and WITHOUT_REASON in message(error) and has_limited_addresses()
+    is_hidden = isinstance(error, ImportError) and NOT_MAPPED in message(error)
+    is_refused |= (is_hidden or memory_limits.is_hidden_in(error)) and memory_limits.are_set()
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
     is_vague = message(error) in VAGUE_MESSAGES or thread_limits.is_cause_of(error)
     return is_refused or says_so or (is_vague and is_capped())
-
-
-def has_limited_addresses() -> bool:
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def is_capped() -> bool:

@@ -68,6 +68,7 @@ def test_what_libraries_make_of_missing_memory_ends_without_a_traceback(capsys: 
     middle, mistake = KeyError("sweep"), ConfigKeyError("hydra.sweep.dir")
     middle.__context__, mistake.__cause__ = silent, middle
     assert is_out_of_memory(mistake)
+    assert is_out_of_memory(OSError("could not get source code"))
     assert failed(mistake) == EXIT_FAILED
     assert "gets no more memory" in capsys.readouterr().err
     assert not is_out_of_memory(ConfigKeyError("hydra.sweep.dir"))

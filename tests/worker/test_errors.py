@@ -226,6 +226,7 @@ def test_a_library_that_finds_no_room_among_limited_addresses(monkeypatch: pytes
     errors = [
         ImportError("libarrow.so: failed to map segment from shared object"),  # as where a mount forbids it
         SystemError("error return without exception set"),  # of Python's own code
+        OSError("could not get source code"),  # the same, of inspect
     ]
     assert {ending(error)["status"] for error in errors} == {"error"}
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
