@@ -43,6 +43,7 @@ class Fact(Enum):
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     WHOLE_SAMPLES = "a rank computes whole samples"
+    WHOLE_CALLS = "a layer computes all tokens of a part in one call"
     FULL_LOGITS = "the logits of a part exist whole"
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowvram.compat.torch_distributed import before_reductions
 from lowvram.config.errors import Incompatible
-from lowvram.core.mesh import Ranks, target_ranks
+from lowvram.core.mesh import Ranks, gradient_ranks
 
 
 class Deed(IntEnum):
@@ -81,5 +81,5 @@ class Lockstep:
 def in_lockstep(model: nn.Module) -> Lockstep | None:
     """The lockstep of a model that FSDP2 shards; None where there are no other ranks to meet. A collective: all ranks
     must call it."""
-    hosts = target_ranks().on_hosts()
+    hosts = gradient_ranks().on_hosts()
     return None if hosts is None else Lockstep(model, hosts)

@@ -150,7 +150,8 @@ def lay_out(device: torch.device, shape: RowShape) -> None:
     with without_dispatch_modes():
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         wanted: set[tuple[str, ...]] = {(name,) for name in sizes}
-        for names in ((PIPELINE, CONTEXT, TENSOR), (DATA, CONTEXT), (PIPELINE, DATA, CONTEXT)):
+        with_targets = (DATA, TENSOR) if shape.own_tokens else (DATA, CONTEXT)
+        for names in ((PIPELINE, CONTEXT, TENSOR), with_targets, (PIPELINE, DATA, CONTEXT)):
             wanted.add(tuple(name for name in names if name in sizes))
         groups = {names: group_over(mesh, names) for names in sorted(wanted - {()})}
         stage_hosts = Ranks(groups[(PIPELINE,)]).on_hosts() if shape.pipeline > 1 else None
@@ -198,8 +199,8 @@ def dimension_of(group: dist.ProcessGroup) -> str:
     """The dimension of all ranks in which those of a group differ; of several, that of data."""
     laid_out = layout()
     groups = {} if laid_out is None else laid_out.groups
-    found = next((names for names, each in groups.items() if each.group_name == group.group_name), (DATA,))
-    return found[0] if len(found) == 1 else DATA
+    found = [names for names, each in groups.items() if each.group_name == group.group_name]
+    return next((names[0] for names in found if len(names) == 1), DATA)  # a group may be that of several names
 
 
 def stage_hosts() -> Ranks | None:
@@ -230,15 +231,27 @@ def data_ranks() -> Ranks:
 
 
 def target_ranks() -> Ranks:
-    """The ranks that share out the targets of a logical batch, by samples, and by the tokens of a sample: losses and
-    gradients are sums over them."""
-    return ranks_along(DATA, CONTEXT) or all_ranks()
+    """The ranks that share out the targets of a logical batch, by samples, and by the tokens of a sample: losses are
+    sums over them."""
+    return ranks_along(DATA, CONTEXT, *sharing_tokens()) or all_ranks()
 
 
 def ranks_with_outputs() -> Ranks:
     """The ranks over which sums of what an evaluation tells are taken: each has its samples' outputs or, in a pipeline,
     nothing to add."""
-    return ranks_along(PIPELINE, DATA, CONTEXT) or all_ranks()
+    return ranks_along(PIPELINE, DATA, CONTEXT, *sharing_tokens()) or all_ranks()
+
+
+def sharing_tokens() -> tuple[str, ...]:
+    """The dimension of the ranks that split layers, if they share out the tokens, too."""
+    laid_out = layout()
+    return (TENSOR,) if laid_out is not None and laid_out.shape.own_tokens else ()
+
+
+def gradient_ranks() -> Ranks:
+    """The ranks that have the same weights, or would before they are sharded over them: gradients are sums over
+    them."""
+    return ranks_along(DATA, CONTEXT) or all_ranks()
 
 
 def tell(line: str) -> None:

@@ -12,11 +12,16 @@ PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"  # as torchtitan calls 
 @dataclass(frozen=True)
 class RowShape:
     """How many ranks a row has, which compute the same samples: the product of the numbers among which they share out
-    the blocks, the tokens of a sample, and the features of a layer."""
+    the blocks, the tokens of a sample, and the features of a layer.
+
+    Args:
+        own_tokens: whether ranks that split layers share out the tokens, too, wherever no layer is split.
+    """
 
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    own_tokens: bool = False
 
     @property
     def size(self) -> int:

@@ -138,8 +138,10 @@ def every_mesh(num_ranks: int, parts: list[int]) -> Iterator[Mesh]:
         is_whole = share == num_ranks
         if not is_whole:
             yield Mesh("fsdp", {"replicate": share})
-            yield Mesh("fsdp", {"tensor": share})
-        yield Mesh("tensor", {} if is_whole else {"tensor": share})
+        for more in ({}, {"sequence": True}):
+            if not is_whole:
+                yield Mesh("fsdp", {"tensor": share, **more})
+            yield Mesh("tensor", more if is_whole else {"tensor": share, **more})
         yield Mesh("context", {} if is_whole else {"context": share})
         yield Mesh("fsdp", {"context": share})
     for num_stages in shares:

@@ -29,6 +29,7 @@ OPTIONS: dict[str, Knob] = {
     "gathered once": FSDP(reshard_after_forward=False),
     "summed once": FSDP(reduce_every_part=False),
     "layers split": TensorParallel(),
+    "layers split, tokens shared out between them": TensorParallel(sequence=True),
     "tokens shared out": ContextParallel(),
     "tokens shared out, weights sharded": FSDP(context=None),
     "blocks spread": PipelineParallel(schedule="gpipe"),

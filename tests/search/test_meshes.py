@@ -61,6 +61,7 @@ def test_what_was_typed_holds_for_each_mesh() -> None:
     assert set(cache.meshes.knobs) == {
         "fsdp",
         "fsdp sharding.tensor=2",
+        "fsdp sharding.tensor=2 sharding.sequence=true",
         "fsdp sharding.reshard_after_forward=false",
     } | {words for words in cache.meshes.knobs if "replicate" in words or "context" in words}
     assert all(vars(each["sharding"])["reduce"] == "bf16" for each in cache.meshes.knobs.values())

@@ -8,7 +8,7 @@ torch's it calls, in which order, and with which settings. A window of attention
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, final
@@ -91,8 +91,12 @@ def refused(what: str) -> Incompatible:
     return Incompatible(f"{KEY}: {what}: {MEND}")
 
 
-def length_of(known: Structure, inputs: Any) -> int:
-    """How many tokens a sample has. Raises Incompatible where the model returns nothing for each token."""
+def length_of(known: Structure, inputs: Any, refused: Callable[[str], Incompatible] = refused) -> int:
+    """How many tokens a sample has. Raises Incompatible where the model returns nothing for each token.
+
+    Args:
+        refused: makes the error of what is wrong.
+    """
     try:
         outputs = fake_pass(known.model, lambda copy, fake: known.call(copy, fake), inputs)
     except (BadInput, Incompatible):

@@ -25,7 +25,7 @@ from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness
 from lowvram.core.lockstep import Deed, Lockstep, in_lockstep
-from lowvram.core.mesh import all_ranks, device_mesh, target_ranks
+from lowvram.core.mesh import all_ranks, device_mesh, gradient_ranks
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
@@ -84,7 +84,7 @@ class FSDP(InRows):
         require(is_part, "sharding.reshard_after_forward", number, allowed)
 
     def apply(self, rig: Rig) -> Rig:
-        self.check_ranks(target_ranks().size)
+        self.check_ranks(gradient_ranks().size)
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {all_ranks().rank} of {all_ranks().size}"
         mesh, orders = device_mesh(rig.device, self.replicate), row_orders(rig.model)

@@ -76,6 +76,7 @@ class PipelineParallel(DDP):
         require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
         allowed = "1 with sharding=pipeline, whose stages have all tokens of their samples"
         require(self.context == 1, "sharding.context", self.context, allowed)
+        require(not self.sequence, "sharding.sequence", self.sequence, allowed.replace("1", "false", 1))
 
     def row_shape(self, num_ranks: int) -> RowShape:
         tensor = self.tensor or 1

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from lowvram.compat.torch_distributed import all_gather, reduce_scatter
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.core.row_shape import TENSOR
 from lowvram.core.shards import set_row_order
 
 
 class Row(Protocol):
     """A row of ranks, as one of them sees it. Each must call the methods that the others call, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
 
     @property
     def size(self) -> int: ...
@@ -31,8 +38,30 @@ class Row(Protocol):
         """What all ranks have, for each to compute with it; in the backward pass their gradients are added up."""
         ...
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer of what all ranks have: F.linear of `read_by_all(x)`."""
+        return F.linear(self.read_by_all(x), weight, bias)
+
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, on each of them, for all to compute the same with it."""
+        ...
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The tokens of all ranks, one rank after another, without autograd.
+
+        Args:
+            x: (..., tokens of this rank, d).
+            sizes: how many tokens each rank has; or a multiple, of several samples in one dimension.
+        """
+        ...
+
+    def scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Of the sum over the ranks this rank's tokens, without autograd.
+
+        Args:
+            x: (..., tokens of all ranks, d).
+            sizes: as in `gather`.
+        """
         ...
 
 
@@ -45,6 +74,10 @@ class MeshRow(Row):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRow:
         return self
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.get_local_rank()
 
     @property
     def size(self) -> int:
@@ -62,6 +95,32 @@ class MeshRow(Row):
     def summed(self, x: Tensor) -> Tensor:
         spread = DTensor.from_local(x, self._mesh, [Partial()], run_check=False)
         return spread.redistribute(placements=[Replicate()]).to_local()
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        own = x.reshape(-1, *x.shape[-2:])  # (l, s, d)
+        lengths = [size * (own.shape[1] // sizes[self.rank]) for size in sizes]
+        longest = max(lengths)
+        own = F.pad(own, (0, 0, 0, longest - own.shape[1])).contiguous()
+        found = own.new_empty(self.size, *own.shape)
+        all_gather(found.view(-1, *own.shape[1:]), own, self._mesh.get_group())
+        if len(own) == 1 and min(lengths) == longest:
+            return found.view(*x.shape[:-2], -1, x.shape[-1])
+        pieces = [each[:, :length] for each, length in zip(found, lengths, strict=True)]
+        return torch.cat(pieces, 1).view(*x.shape[:-2], -1, x.shape[-1])
+
+    def scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        whole = x.reshape(-1, *x.shape[-2:])  # (l, t, d)
+        lengths = [size * (whole.shape[1] // sum(sizes)) for size in sizes]
+        longest = max(lengths)
+        pieces = [F.pad(each, (0, 0, 0, longest - each.shape[1])) for each in whole.split(lengths, 1)]
+        own = whole.new_empty(len(whole), longest, whole.shape[2])
+        reduce_scatter(own, torch.cat(pieces), self._mesh.get_group()).wait()
+        return own[:, : lengths[self.rank]].reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def is_in_row(tensor: Tensor) -> bool:
+    """Whether the ranks of a row have parts of a tensor."""
+    return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def packed_order(packed: tuple[int, ...], num_ranks: int) -> Tensor | None:

@@ -48,17 +48,25 @@ def in_runs(rig: Rig, ranks: Ranks, told: Told | None) -> Rig:
         with attending(rig.model, runs):
             return rig.run(final, parts, total)
 
-    new = replace(rig, own=own, forward=forward, run=run)
+    return with_tried_criterion(replace(rig, own=own, forward=forward, run=run), KEY)
+
+
+def with_tried_criterion(rig: Rig, key: str) -> Rig:
+    """The rig with a `TokenByToken`, unless its loss is known to be the sum of the tokens' losses."""
     if rig.structure.head is not None and type(rig.task).num_targets is Task.num_targets:
-        return new
-    return replace(new, criterion=TokenByToken(rig.criterion, rig.task))
+        return rig
+    return replace(rig, criterion=TokenByToken(rig.criterion, rig.task, key))
 
 
-def num_tokens(part: Part) -> int:
-    """How many tokens the samples of a part have. Raises Incompatible where targets have none."""
+def num_tokens(part: Part, key: str = KEY) -> int:
+    """How many tokens the samples of a part have. Raises Incompatible where targets have none.
+
+    Args:
+        key: which shares them out, for messages.
+    """
     sizes = {tuple(each.shape[1:2]) for each in tree_leaves(part.targets)}
     if len(sizes) > 1 or sizes == {()}:
-        raise Incompatible(f"{KEY}: each token needs a target of its own: choose sharding=fsdp or sharding=tensor")
+        raise Incompatible(f"{key}: each token needs a target of its own: choose sharding=fsdp")
     return sizes.pop()[0]
 
 
@@ -102,12 +110,15 @@ def positions(how: As, mine: slice, device: torch.device) -> int | Tensor:
 class TokenByToken:
     """A criterion that, when it first has values, is tried with some tokens: at once, and in two runs.
 
+    Args:
+        key: which shares out tokens, for messages.
+
     Raises:
         Incompatible: when called, if the losses of the runs aren't together that of all.
     """
 
-    def __init__(self, criterion: Callable[[Any, Part], Tensor], task: Task) -> None:
-        self._criterion, self._task, self._is_tried = criterion, task, False
+    def __init__(self, criterion: Callable[[Any, Part], Tensor], task: Task, key: str = KEY) -> None:
+        self._criterion, self._task, self._key, self._is_tried = criterion, task, key, False
 
     def __call__(self, outputs: Any, part: Part) -> Tensor:
         loss = self._criterion(outputs, part)
@@ -135,6 +146,6 @@ class TokenByToken:
         self._is_tried = whole[0] != 0
         if abs(loss - whole[0]) > BAND * abs(whole[0]) or number != whole[1]:
             raise Incompatible(
-                f"{KEY}: the loss of a sample isn't the sum of its tokens' (of some tokens together {whole[0]:.6g} for"
-                f" {whole[1]} targets, in two runs {loss:.6g} for {number}): choose sharding=fsdp or sharding=tensor"
+                f"{self._key}: the loss of a sample isn't the sum of its tokens' (of some tokens together"
+                f" {whole[0]:.6g} for {whole[1]} targets, in two runs {loss:.6g} for {number}): choose sharding=fsdp"
             )

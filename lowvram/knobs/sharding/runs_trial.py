@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Barrier, BrokenBarrierError
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,11 +21,11 @@ from lowvram.core.probes.fake_pass import fake_pass
 from lowvram.core.probes.runs import Told
 from lowvram.core.structure import Structure
 from lowvram.knobs.sharding.attention import Row, Runs, attending_in_thread, patched
+from lowvram.knobs.sharding.in_threads import Meeting, on_threads
 from lowvram.knobs.sharding.runs import has_tokens, positions_told
 
 LARGE = 2**24  # weights of a model of which each kind of block is tried once
 MOST_STACKED = 2**26  # weights of a layer
-LONGEST_S = 120.0  # that a rank of a trial waits for another one
 ALL = slice(None)
 
 
@@ -100,27 +98,41 @@ class Samples:
             return random if isinstance(given, Tensor) and given.is_floating_point() else given
         return (torch.rand(given.shape, generator=self.trial.draw) < 0.5).to(given.dtype)
 
-    def computed(self, mine: slice, told: Told | None = None, runs: Runs | None = None) -> Found:
-        """What a copy computes of some of the tokens, forward and backward."""
+    def computed(
+        self,
+        mine: slice,
+        change: Callable[[nn.Module], None] = lambda copy: None,
+        around: Callable[[nn.Module], AbstractContextManager[None]] = lambda copy: nullcontext(),
+        given: slice | None = None,
+    ) -> Found:
+        """What a copy computes of some of the tokens, forward and backward.
+
+        Args:
+            mine: which.
+            change: is made of the copy.
+            around: of the copy, while it computes.
+            given: the tokens that it is given; None: the same.
+        """
         copy = self.trial.copy(is_training=True)
+        change(copy)
         for name, hand_on in self.repeated.items():
             copy.get_submodule(name).forward = hand_on
-        leaves = [leaf[:, mine] if cut else leaf for leaf, cut in zip(self.leaves, self.with_tokens, strict=True)]
-        given = {
+        taken = mine if given is None else given
+        leaves = [leaf[:, taken] if cut else leaf for leaf, cut in zip(self.leaves, self.with_tokens, strict=True)]
+        floats = {
             place: leaf.detach().clone().requires_grad_()
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         }
         # Copies: a module may write into what another has computed, but not into a leaf of the graph.
-        arguments = [given[place].clone() if place in given else leaf for place, leaf in enumerate(leaves)]
-        with nullcontext() if runs is None else attending_in_thread(runs):
-            with positions_told(copy, told, mine, torch.device("cpu")):
-                outputs = self.known.call(copy, tree_unflatten(arguments, self.nesting))
+        arguments = [floats[place].clone() if place in floats else leaf for place, leaf in enumerate(leaves)]
+        with around(copy):
+            outputs = self.known.call(copy, tree_unflatten(arguments, self.nesting))
             found = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
             trained = [each for each in found if each.requires_grad]
             torch.autograd.backward(trained, [self.gradient_like(each, mine) for each in trained])
         gradients = {name: each.grad for name, each in copy.named_parameters() if each.grad is not None}
-        of_inputs = [each.grad for each in given.values() if each.grad is not None]
+        of_inputs = [each.grad for each in floats.values() if each.grad is not None]
         return Found([each.detach() for each in found], of_inputs, gradients)
 
     def gradient_like(self, output: Tensor, mine: slice) -> Tensor:
@@ -151,40 +163,21 @@ def is_same(samples: Samples, whole: Found, num_ranks: int, told: Told | None, e
 
 def in_threads(samples: Samples, num_ranks: int, told: Told | None) -> list[Found]:
     """What each rank computes, all at the same time."""
-    meeting = Meeting(num_ranks)
 
-    def run(rank: int) -> Found | BaseException:
-        try:
-            with torch.device("cpu"):
-                runs = Runs(ThreadRow(meeting, rank))
-                runs.num_tokens = samples.few
-                return samples.computed(runs.mine, told, runs)
-        except BaseException as error:
-            meeting.barrier.abort()  # the others wait for no one
-            return error
+    def run(meeting: Meeting, rank: int) -> Found:
+        runs = Runs(ThreadRow(meeting, rank))
+        runs.num_tokens = samples.few
+        return samples.computed(runs.mine, around=lambda copy: in_run(copy, runs, told))
 
-    with patched(samples.known.model), ThreadPoolExecutor(num_ranks) as pool:
-        found = list(pool.map(run, range(num_ranks)))
-    errors = [each for each in found if isinstance(each, BaseException)]
-    if errors:
-        raise next((each for each in errors if not isinstance(each, BrokenBarrierError)), errors[0])
-    return [each for each in found if isinstance(each, Found)]
+    with patched(samples.known.model):
+        return on_threads(num_ranks, run)
 
 
-@final
-class Meeting:
-    """Where the threads of a row exchange what they have."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier = Barrier(num_ranks, timeout=LONGEST_S)
-        self.brought: list[Sequence[Tensor]] = [()] * num_ranks
-
-    def exchange(self, rank: int, pieces: Sequence[Tensor]) -> Tensor:
-        self.brought[rank] = pieces
-        self.barrier.wait()
-        received = torch.cat([each[rank] for each in self.brought])
-        self.barrier.wait()  # nobody brings the next ones before all have these
-        return received
+@contextmanager
+def in_run(copy: nn.Module, runs: Runs, told: Told | None) -> Iterator[None]:
+    """Inside it a copy computes a rank's run in the thread that stands for the rank."""
+    with attending_in_thread(runs), positions_told(copy, told, runs.mine, torch.device("cpu")):
+        yield
 
 
 @final
@@ -200,10 +193,10 @@ class ThreadRow(Row):
 
     @property
     def size(self) -> int:
-        return self._meeting.barrier.parties
+        return self._meeting.size
 
     def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        return self._meeting.exchange(self._rank, x.detach().split(list(sends)))
+        return torch.cat(self._meeting.exchange(self._rank, x.detach().split(list(sends))))
 
 
 @final

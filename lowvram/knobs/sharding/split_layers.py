@@ -91,7 +91,7 @@ class Columns(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
-        return F.linear(self.row.read_by_all(input), self.matrix(), bias)
+        return self.row.product(input, self.matrix(), bias)
 
     def matrix(self) -> Tensor:
         return local(self.weight)

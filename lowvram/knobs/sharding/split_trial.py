@@ -7,10 +7,8 @@ against a copy that is whole. Weights take next to no memory, whatever their siz
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Barrier
 from typing import Any, final
 
 import torch
@@ -23,10 +21,9 @@ from lowvram.core.probes.calls import Use, uses_of
 from lowvram.core.probes.separate_samples import call_of
 from lowvram.core.probes.splits import How, Splits
 from lowvram.core.structure import Structure
+from lowvram.knobs.sharding.in_threads import Meeting, on_threads
 from lowvram.knobs.sharding.row import Row, packed_order
 from lowvram.knobs.sharding.split_layers import split, split_dim
-
-LONGEST_S = 120.0  # that a rank of a trial waits for another one
 
 
 def trouble_with(known: Structure, splits: Splits, num_ranks: int) -> str | None:
@@ -114,18 +111,11 @@ def is_same(trial: Trial, whole: Found, splits: Splits, num_ranks: int, eps: flo
 
 def row_of(trial: Trial, splits: Splits, num_ranks: int) -> list[Found]:
     """What each rank computes, all at the same time."""
-    meeting = Meeting(num_ranks)
 
-    def run(rank: int) -> Found:
-        try:
-            with torch.device("cpu"):
-                return of_rank(trial, lambda copy: split(copy, splits, ThreadRow(meeting, rank)))
-        except BaseException:
-            meeting.barrier.abort()  # the others wait for no one
-            raise
+    def run(meeting: Meeting, rank: int) -> Found:
+        return of_rank(trial, lambda copy: split(copy, splits, ThreadRow(meeting, rank)))
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run, range(num_ranks)))
+    return on_threads(num_ranks, run)
 
 
 def parts_in(block: nn.Module, splits: Splits, num_ranks: int) -> dict[str, Callable[[Sequence[Tensor]], Tensor]]:
@@ -146,21 +136,6 @@ def joined(dim: int, order: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
 
 
 @final
-class Meeting:
-    """Where the threads of a row add up what they have."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier, self.brought = Barrier(num_ranks, timeout=LONGEST_S), [torch.empty(0)] * num_ranks
-
-    def sum(self, rank: int, x: Tensor) -> Tensor:
-        self.brought[rank] = x.detach()
-        self.barrier.wait()
-        total = torch.stack(self.brought).sum(0)
-        self.barrier.wait()  # nobody brings the next one before all have this one
-        return total
-
-
-@final
 class ThreadRow(Row):
     """A thread among those of a row."""
 
@@ -168,8 +143,12 @@ class ThreadRow(Row):
         self._meeting, self._rank = meeting, rank
 
     @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
     def size(self) -> int:
-        return self._meeting.barrier.parties
+        return self._meeting.size
 
     def part(self, whole: nn.Parameter, dim: int, order: Tensor | None) -> nn.Parameter:
         values = whole.detach() if order is None else whole.detach().index_select(dim, order)
@@ -183,6 +162,14 @@ class ThreadRow(Row):
 
     def sum(self, x: Tensor) -> Tensor:
         return self._meeting.sum(self._rank, x)
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return torch.cat(self._meeting.of_all(self._rank, x.detach()), -2)
+
+    def scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        whole = self.sum(x)
+        factor = whole.shape[-2] // sum(sizes)
+        return whole.split([size * factor for size in sizes], -2)[self._rank].contiguous()
 
 
 class ReadByAll(torch.autograd.Function):

@@ -30,7 +30,8 @@ from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous, spread_as
 from lowvram.knobs.sharding.base import DataParallel, over_ranks
-from lowvram.knobs.sharding.ddp import GradientSum, gradients_summed
+from lowvram.knobs.sharding.ddp import gradients_summed
+from lowvram.knobs.sharding.gradient_sum import GradientSum
 
 MOST_IN_FLIGHT = 2  # whole gradients that wait until their sum has been sent
 

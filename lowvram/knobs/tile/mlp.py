@@ -36,6 +36,7 @@ class TiledMLP(Knob):
     stage = Stage.CHECKPOINT
     band = 2e-6
     misfits = ONCE
+    breaks_always = frozenset({Fact.WHOLE_CALLS})
     saves = Kind.ACTIVATIONS
     remedy = (Kind.ACTIVATIONS, 100)  # late: it saves only where a part has more than `tokens` tokens
 

@@ -105,6 +105,7 @@ LAYOUTS: dict[str, tuple[Any, str]] = {  # and along which dimension most goes
     "ddp": (DDP(), "data"),
     "fsdp": (FSDP(), "data"),
     "tensor": (TensorParallel(), "tensor"),
+    "own tokens": (TensorParallel(sequence=True), "tensor"),
     "rows": (FSDP(tensor=2), "tensor"),
     "tokens": (ContextParallel(), "context"),
     "stages": (PipelineParallel(schedule="gpipe"), "pipeline"),

@@ -217,6 +217,7 @@ SHARDED: list[dict[str, str | Knob]] = [
     {"sharding": "fsdp", "offload": "parameters", "accum": "x2"},
     {"sharding": "zero1", "accum": "x2"},
     {"sharding": "tensor", "accum": "x2"},
+    {"sharding": TensorParallel(sequence=True), "accum": "x2"},
     {"sharding": "context", "accum": "x2"},
     {"sharding": "context", "ckpt": "every1"},
     {"sharding": FSDP(context=None), "ckpt": "every2"},
@@ -224,6 +225,8 @@ SHARDED: list[dict[str, str | Knob]] = [
 IN_ROWS: list[dict[str, str | Knob]] = [
     {"sharding": TensorParallel(tensor=2), "ckpt": "every1"},
     {"sharding": FSDP(tensor=2), "accum": "x2"},
+    {"sharding": FSDP(tensor=2, sequence=True), "accum": "x2"},
+    {"sharding": TensorParallel(tensor=2, sequence=True), "precision": "bf16"},
     {"sharding": ContextParallel(context=2), "precision": "bf16"},
 ]
 
@@ -266,6 +269,7 @@ MESHES: list[dict[str, str | Knob]] = [
     {"sharding": FSDP(reshard_after_forward=2)},
     {"sharding": "fsdp", "offload": "parameters"},
     {"sharding": FSDP(tensor=2)},
+    {"sharding": TensorParallel(tensor=2, sequence=True)},
     {"sharding": FSDP(context=2)},
     {"offload": "parameters"},
 ]

@@ -1,0 +1,119 @@
+"""Whether a model whose layers are split computes the same where, between these, each rank has a run of each sample's
+tokens: by trial, in one process, with random weights (runs_trial.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.config.errors import BadInput, Incompatible, require
+from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.probes.alone import Formats, are_close
+from lowvram.core.probes.splits import Splits
+from lowvram.core.structure import Blocks, Probe, Structure
+from lowvram.knobs.sharding.find_runs import FEW, FindRuns, length_of
+from lowvram.knobs.sharding.find_splits import FindSplits
+from lowvram.knobs.sharding.in_threads import Meeting, on_threads
+from lowvram.knobs.sharding.own_tokens import KEY, split_with_own_tokens
+from lowvram.knobs.sharding.runs import positions_told
+from lowvram.knobs.sharding.runs_row import RunsRow, Way
+from lowvram.knobs.sharding.runs_trial import ALL, Found, Samples
+from lowvram.knobs.sharding.split_trial import ThreadRow, parts_in
+
+
+@final
+@dataclass(frozen=True)
+class FindOwnTokens(Probe[Way]):
+    """How ranks can have a run of the tokens between layers that are split.
+
+    Args:
+        splits: how these are found.
+    """
+
+    splits: FindSplits
+
+    def find(self, known: Structure) -> Way:
+        """Raises Incompatible where the model would compute something else, or BadInput for too few tokens."""
+        num_ranks = self.splits.num_ranks
+        inputs = known.example(2)
+        number = length_of(known, inputs, refused)
+        require(
+            number >= num_ranks, "sharding.tensor", num_ranks, f"at most the {number} tokens of a sample with {KEY}"
+        )
+        few = min(number, FEW * num_ranks + number % num_ranks)
+        splits = known.get(self.splits)
+        for way in ways(known, inputs):
+            if is_same_with_own_tokens(known, inputs, number, few, splits, num_ranks, way):
+                return way
+        raise refused("this model doesn't compute the same where ranks have a run of tokens between split layers")
+
+
+def ways(known: Structure, inputs: Any) -> Iterator[Way]:
+    """Those to be tried. Some models, such as GPT-2, give what their blocks have made the shape of the inputs."""
+    yield Way(takes_all=True)
+    yield from (Way(False, told) for told in FindRuns(1).candidates(known, inputs))
+
+
+def refused(what: str) -> Incompatible:
+    return Incompatible(f"{KEY}=true: {what}: choose {KEY}=false, or sharding=fsdp")
+
+
+def is_same_with_own_tokens(
+    known: Structure, inputs: Any, number: int, few: int, splits: Splits, num_ranks: int, way: Way
+) -> bool:
+    """Whether samples of `few` tokens are computed the same. False also where a trial fails. The model isn't changed.
+
+    Args:
+        inputs: of two samples of `number` tokens.
+    """
+    model = known.model
+    with without_dispatch_modes(), same_draws_afterwards(model), torch.enable_grad(), torch.device("cpu"):
+        for dtype in (torch.float64, torch.float32):  # some code computes in one format whatever its inputs are in
+            try:
+                samples, formats = Samples(known, inputs, number, few, dtype), Formats()
+                with formats:
+                    whole = samples.computed(ALL)
+                if all(each.isfinite().all() for each in whole.outputs):
+                    return is_same(samples, whole, splits, num_ranks, way, formats.eps)
+            except (BadInput, Incompatible):
+                raise
+            except Exception:  # of code that we don't know
+                continue
+    return False
+
+
+def is_same(samples: Samples, whole: Found, splits: Splits, num_ranks: int, way: Way, eps: float) -> bool:
+    """Whether the ranks' outputs are side by side those of all tokens, and their gradients together: parts of those of
+    weights that are split, and sums of all others."""
+    blocks = samples.known.get(Blocks()).blocks
+
+    def run(meeting: Meeting, rank: int) -> Found:
+        row = RunsRow(ThreadRow(meeting, rank), way)
+        row.num_tokens = samples.few
+        mine = row.own_of(samples.few)
+        split_so = partial(split_with_own_tokens, splits=splits, row=row, blocks=blocks)
+        told = partial(positions_told, told=way.told, mine=mine, device=torch.device("cpu"))
+        return samples.computed(mine, split_so, told, given=ALL if way.takes_all else mine)
+
+    ranks, parted = on_threads(num_ranks, run), parts_in(samples.known.model, splits, num_ranks)
+    pairs = list[tuple[Tensor, Tensor]]()
+    for name, gradient in whole.gradients.items():
+        found = [each.gradients[name] for each in ranks if name in each.gradients]
+        join: Callable[[list[Tensor]], Tensor] = parted.get(name, lambda each: torch.stack([*each]).sum(0))
+        pairs.append((join(found), gradient))
+    if any(found.gradients.keys() - whole.gradients.keys() for found in ranks):
+        return False
+    join_inputs = (lambda each: torch.stack(each).sum(0)) if way.takes_all else (lambda each: torch.cat(each, 1))
+    of_inputs = [join_inputs(each) for each in zip(*(found.of_inputs for found in ranks), strict=True)]
+    outputs = [torch.cat(each, 1) for each in zip(*(found.outputs for found in ranks), strict=True)]
+    return (
+        are_close(outputs, whole.outputs, eps)
+        and are_close(of_inputs, whole.of_inputs, eps)
+        and are_close([one for one, _ in pairs], [other for _, other in pairs], eps)
+    )
