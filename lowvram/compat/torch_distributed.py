@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor import Placement, Shard, _redistribute, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowvram.compat.replaced import replaced
 
@@ -147,6 +148,19 @@ def group_named(name: str) -> dist.ProcessGroup:
     """
     module: Any = distributed_c10d
     return module._resolve_process_group(name)
+
+
+def part_of_parts(place: Placement, num_parts: int) -> Placement:
+    """How the rows of each rank's part of a tensor are shared out over further ranks, as FSDP2 does it.
+
+    torch.distributed.tensor.placement_types._StridedShard, since 2.5: FSDP2's own parameters have it. Replaced by a
+    public class, if torch makes one.
+
+    Args:
+        place: how the tensor is split into parts.
+        num_parts: how many parts.
+    """
+    return _StridedShard(0, split_factor=num_parts) if place == Shard(0) and num_parts > 1 else Shard(0)
 
 
 def accept_gathers_in_turn() -> None:

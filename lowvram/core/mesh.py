@@ -180,6 +180,16 @@ def tensor_mesh() -> DeviceMesh | None:
     return None if laid_out is None or laid_out.shape.tensor == 1 else laid_out.mesh[TENSOR]
 
 
+def split_mesh() -> DeviceMesh | None:
+    """The ranks at this one's place in a pipeline: in the first dimension those that share out the samples, in the
+    second those over which layers are split; None if they aren't."""
+    laid_out = layout()
+    if laid_out is None or laid_out.shape.tensor == 1:
+        return None
+    with without_dispatch_modes():
+        return laid_out.mesh[DATA, TENSOR]
+
+
 def ranks_along(*names: str) -> Ranks | None:
     """The ranks that differ from this one in these dimensions of all ranks alone; None if it is the only one."""
     laid_out = layout()

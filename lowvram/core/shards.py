@@ -276,6 +276,7 @@ def make_contiguous(model: nn.Module) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_contiguous():
                 contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                with_notes(contiguous, parameter)
                 module.register_parameter(name, contiguous_of.setdefault(parameter, contiguous))
 
 

@@ -140,9 +140,11 @@ def every_mesh(num_ranks: int, parts: list[int]) -> Iterator[Mesh]:
             yield Mesh("fsdp", {"replicate": share})
         for more in ({}, {"sequence": True}):
             if not is_whole:
+                yield Mesh("zero1", {"tensor": share, **more})
                 yield Mesh("fsdp", {"tensor": share, **more})
             yield Mesh("tensor", more if is_whole else {"tensor": share, **more})
         yield Mesh("context", {} if is_whole else {"context": share})
+        yield Mesh("zero1", {"context": share})
         yield Mesh("fsdp", {"context": share})
     for num_stages in shares:
         for tensor in (1, *shares):

@@ -23,7 +23,7 @@ from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.structure import Structure
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, runs_trial
+from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, ZeRO1, runs_trial
 from lowvram.knobs.sharding.find_runs import FindRuns
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.loops.noise_scale import MeasureNoise
@@ -72,6 +72,9 @@ MESHES: dict[str, tuple[Any, int, Knob]] = {
     "sharded over a row": (GROUPED, 2, FSDP(context=None)),
     "sharded over two rows": (GROUPED, 4, FSDP(context=2)),
     "sharded and gathered once": (GROUPED, 4, FSDP(context=2, reshard_after_forward=False)),
+    "states shared out over a row": (UNEVEN, 2, ZeRO1(context=None)),
+    "states shared out over two rows": (GROUPED, 4, ZeRO1(context=2)),
+    "gradients summed once": (GROUPED, 4, ZeRO1(context=2, reduce_every_part=False)),
 }
 
 

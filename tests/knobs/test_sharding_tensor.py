@@ -22,7 +22,7 @@ from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.shards import local, whole
 from lowvram.core.structure import Structure
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sharding import DDP, FSDP, TensorParallel
+from lowvram.knobs.sharding import DDP, FSDP, TensorParallel, ZeRO1
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.sharding.row import packed_order
 from lowvram.knobs.sharding.split_trial import trouble_with
@@ -64,6 +64,10 @@ MESHES: dict[str, tuple[Any, int, Knob]] = {
     "two rows by another name": (GROUPED, 4, DDP(tensor=2)),
     "two rows that are sharded": (GROUPED, 4, FSDP(tensor=2)),
     "two rows that are gathered once": (GROUPED, 4, FSDP(tensor=2, reshard_after_forward=False)),
+    "two rows that share out states": (GROUPED, 4, ZeRO1(tensor=2)),
+    "two rows that sum gradients once": (GROUPED, 4, ZeRO1(tensor=2, reduce_every_part=False)),
+    "three rows that share out states": (GROUPED, 6, ZeRO1(tensor=2)),
+    "one row that has all states": (GROUPED, 2, ZeRO1(tensor=2)),
 }
 
 
@@ -93,9 +97,11 @@ def test_in_fp32_and_under_autocast_the_losses_stay() -> None:
 
 
 @pytest.mark.slow
-def test_states_of_few_bits_have_the_same_losses() -> None:
+@pytest.mark.parametrize(("knob", "num_ranks"), [(TensorParallel(), 2), (ZeRO1(tensor=2), 4)])
+def test_states_of_few_bits_have_the_same_losses(knob: Knob, num_ranks: int) -> None:
     wanted = train(GROUPED, knobs_of(optimizer="adamw_8bit"), THREE)
-    for found in on_ranks(train, GROUPED, knobs_of(optimizer="adamw_8bit", sharding="tensor"), THREE):
+    knobs = knobs_of(optimizer="adamw_8bit", sharding=knob)
+    for found in on_ranks(train, GROUPED, knobs, THREE, num_ranks=num_ranks):
         assert errors(found, wanted)["losses"] < 1e-4
 
 
@@ -191,6 +197,8 @@ def test_numbers_that_do_not_divide_are_refused_with_those_that_do() -> None:
         FSDP(tensor=2, replicate=2)
     with pytest.raises(BadInput, match=r"sharding\.tensor=null: must be 1, or the ranks of a row"):
         FSDP(tensor=None)
+    with pytest.raises(BadInput, match=r"sharding\.tensor=null: must be 1, or the ranks of a row"):
+        ZeRO1(tensor=None)
 
 
 def test_without_compiled() -> None:
@@ -313,7 +321,9 @@ def test_the_layers_of_transformers_classes_are_found(kind: str) -> None:
     assert ways.count(How.columns) in (2 * num_blocks, 4 * num_blocks, 5 * num_blocks)
 
 
-@pytest.mark.parametrize(("knob", "num_ranks"), first_of([(TensorParallel(), 2), (FSDP(tensor=2), 4)]))
+@pytest.mark.parametrize(
+    ("knob", "num_ranks"), first_of([(TensorParallel(), 2), (FSDP(tensor=2), 4), (ZeRO1(tensor=2), 4)])
+)
 def test_norms_that_see_some_features_get_the_gradients_of_all(knob: Knob, num_ranks: int) -> None:
     """Those of queries and keys: also where FSDP2 has put other parameters into their places."""
     spec = DataSpec(Modality.TOKENS, 300, (8,), 300)

@@ -19,7 +19,7 @@ from lowvram.core.mesh import data_ranks
 from lowvram.core.states import Frozen
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.sharding import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from lowvram.knobs.sharding import FSDP, ContextParallel, PipelineParallel, TensorParallel, ZeRO1
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto, Problem
@@ -55,6 +55,8 @@ NAMED: dict[str, Choices] = {
     "hsdp": {"sharding": FSDP(replicate=2)},
     "rows": {"sharding": TensorParallel(tensor=2)},
     "sharded rows": {"sharding": FSDP(tensor=2)},
+    "rows with shared states": {"sharding": ZeRO1(tensor=2)},
+    "runs with shared states": {"sharding": ZeRO1(context=2)},
     "runs": {"sharding": ContextParallel(context=2)},
     "hosts": {"sharding": "fsdp", "offload": "parameters"},
     "stages": {"sharding": PipelineParallel(schedule="gpipe")},
@@ -210,6 +212,17 @@ def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
     number of ranks, and of four ranks one has no row of the head's weight."""
     targets = [point for point in POINTS if point.sharding == sharding]
     check_pairs(tmp_path, POINTS, targets, batch_size, sharded_above_gib)
+
+
+SHARED_STATES = [Point("rows with shared states", 4), Point("runs with shared states", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SHARED_STATES, ids=str)
+def test_a_run_goes_on_with_states_shared_out_over_rows(tmp_path: Path, point: Point) -> None:
+    others = [ALONE, Point("zero1", 3), Point("tensor", 2), Point("sharded rows", 4)]
+    check_pairs(tmp_path, [point], [*others, *SHARED_STATES], 5, sharded_above_gib=0.0)
+    check_pairs(tmp_path / "back", others, [point], 12)
 
 
 # With frozen weights

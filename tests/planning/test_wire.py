@@ -32,6 +32,7 @@ OPTIONS: dict[str, Knob] = {
     "layers split, tokens shared out between them": TensorParallel(sequence=True),
     "tokens shared out": ContextParallel(),
     "tokens shared out, weights sharded": FSDP(context=None),
+    "tokens and states shared out": ZeRO1(context=None),
     "blocks spread": PipelineParallel(schedule="gpipe"),
 }
 COPIES: dict[str, Knob] = {
@@ -39,6 +40,7 @@ COPIES: dict[str, Knob] = {
     "gathered once": FSDP(replicate=2, reshard_after_forward=False),
     "summed once": FSDP(replicate=2, reduce_every_part=False),
     "of two": FSDP(reshard_after_forward=2),
+    "states of parts of layers": ZeRO1(tensor=2),
 }
 
 
@@ -105,7 +107,7 @@ def test_ranks_send_what_was_planned(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("accum", ["none", "x2"])
 def test_four_ranks_send_what_was_planned(accum: str) -> None:
-    """In copies, or with shards that fewer ranks keep between the passes."""
+    """In copies, with shards that fewer ranks keep between the passes, or in rows that split layers."""
     expected = [planned(knob, 4, accum) for knob in COPIES.values()]
     for found in on_ranks(sent_in_a_step, COPIES, accum, num_ranks=4):
         for name, sent, wanted in zip(COPIES, found, expected, strict=True):

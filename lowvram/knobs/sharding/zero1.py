@@ -2,7 +2,8 @@
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020): stage 1, and with
 `reduce_every_part` stage 2. torch's ZeroRedundancyOptimizer isn't used: it gives each rank whole parameters, of which
-one may be half of a model.
+one may be half of a model. Where layers are split over the ranks of a row, too (in_rows.py), a rank's rows are those of
+its part of a weight, laid out as FSDP2 lays them out.
 """
 
 from __future__ import annotations
@@ -18,41 +19,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lowvram.compat.torch_distributed import all_gather, reduce_scatter
+from lowvram.compat.torch_distributed import all_gather, part_of_parts, reduce_scatter
+from lowvram.config.errors import require
 from lowvram.core.copies import register_copy
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.mesh import device_mesh
+from lowvram.core.mesh import device_mesh, split_mesh
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
-from lowvram.core.shards import local, make_contiguous, spread_as
-from lowvram.knobs.sharding.base import DataParallel, over_ranks
+from lowvram.core.shards import local, make_contiguous, row_order, set_row_order, spread_as
+from lowvram.knobs.sharding.base import over_ranks
 from lowvram.knobs.sharding.ddp import gradients_summed
 from lowvram.knobs.sharding.gradient_sum import GradientSum
+from lowvram.knobs.sharding.in_rows import InRows
 
 MOST_IN_FLIGHT = 2  # whole gradients that wait until their sum has been sent
 
 
 @dataclass(frozen=True)
-class ZeRO1(DataParallel):
+class ZeRO1(InRows):
     """Every rank updates its rows of each weight, and gets the others from the ranks that have updated them. Gradients
     are summed in every part, so that a rank keeps its rows of them alone; else whole ones until the last part."""
 
     reduce_every_part: bool = True
 
     saves = Kind.OPTIMIZER
-    needs_always = DataParallel.needs_always | {
+    needs_always = InRows.needs_always | {
         *(Fact.GRADS_AT_UPDATE, Fact.SAME_PARAMS),
         *(SEPARATE_MEMORY, REAL_WEIGHTS, STEADY_WEIGHTS),
     }
     breaks_always = frozenset({Fact.WHOLE_UPDATES, Fact.OWN_SHARE})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = "1, or the ranks of a row: with all ranks in one row no state is left to share out (sharding=tensor)"
+        require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
+
     def apply(self, rig: Rig) -> Rig:
         make_contiguous(rig.model)
-        rows, told = OwnRows(device_mesh(rig.device)), set[str]()
+        rows, told = OwnRows(device_mesh(rig.device), split_mesh()), set[str]()
 
         def sync(is_last: bool) -> AbstractContextManager[None]:
             is_summed = is_last or self.reduce_every_part
@@ -62,20 +70,21 @@ class ZeRO1(DataParallel):
             rig.finish()
             rows.gather()
 
-        return replace(over_ranks(rig), sync=sync, updated_of=rows.of, finish=finish)
+        return self.in_rows(replace(over_ranks(rig), sync=sync, updated_of=rows.of, finish=finish))
 
 
 @final
 class OwnRows:
     """This rank's rows of each parameter, sharing its memory: as many on each rank, but fewer on the last ones where
-    they don't divide.
+    they don't divide. Of a parameter that is split over a row, rows of this rank's part.
 
     Args:
-        mesh: of the data ranks, in one dimension.
+        mesh: of the ranks that share out the rows, in one dimension.
+        split: the same ranks, and in a second dimension those over which layers are split; None if they aren't.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self.group = mesh, mesh.get_group()
+    def __init__(self, mesh: DeviceMesh, split: DeviceMesh | None = None) -> None:
+        self._mesh, self._split, self.group = mesh, split, mesh.get_group()
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
 
     def of(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -86,11 +95,20 @@ class OwnRows:
         if parameter.dim() == 0:  # whole on each rank
             return parameter
         if parameter not in self._parts:
-            rows = self.own(parameter.data)
+            rows, (mesh, places) = self.own(local(parameter.detach())), self._layout(parameter)
             shape, stride = parameter.shape, parameter.stride()
-            sharded = DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+            sharded = DTensor.from_local(rows, mesh, places, run_check=False, shape=shape, stride=stride)
             self._parts[parameter] = register_copy(nn.Parameter(sharded), parameter)
+            set_row_order(self._parts[parameter], row_order(parameter))
         return self._parts[parameter]
+
+    def _layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh, list[Placement]]:
+        """The ranks over which a parameter's rows are shared out, and how."""
+        if not isinstance(parameter, DTensor):
+            return self._mesh, [Shard(0)]
+        assert self._split is not None
+        (place,) = parameter.placements
+        return self._split, [part_of_parts(place, self._split.size(1)), place]
 
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor."""
@@ -109,7 +127,8 @@ class OwnRows:
     def gather(self) -> None:
         """After an update: give each parameter the rows that other ranks have updated."""
         for parameter in self._parts:
-            whole, num = parameter.data, self.num_rows(parameter)
+            whole = local(parameter.detach())
+            num = self.num_rows(whole)
             rows = self.filled_up(self.own(whole), num)
             is_even = len(whole) == num * self._mesh.size()
             gathered = whole if is_even else whole.new_empty(num * self._mesh.size(), *whole.shape[1:])
@@ -138,8 +157,9 @@ class RowSum(GradientSum):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
             self.unused.add(parameter)
-        num = self._rows.num_rows(parameter)
-        whole = self._rows.filled_up(parameter.grad, num * self._rows.group.size()).contiguous()
+        gradient = local(parameter.grad)
+        num = self._rows.num_rows(gradient)
+        whole = self._rows.filled_up(gradient, num * self._rows.group.size()).contiguous()
         parameter.grad = None
         rows = whole.new_empty(num, *whole.shape[1:])
         work = reduce_scatter(rows, whole, self._rows.group)

@@ -26,7 +26,7 @@ from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
 from lowvram.knobs.optimizer import External
-from lowvram.knobs.sharding import FSDP, ContextParallel, TensorParallel
+from lowvram.knobs.sharding import FSDP, ContextParallel, TensorParallel, ZeRO1
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
@@ -221,12 +221,15 @@ SHARDED: list[dict[str, str | Knob]] = [
     {"sharding": "context", "accum": "x2"},
     {"sharding": "context", "ckpt": "every1"},
     {"sharding": FSDP(context=None), "ckpt": "every2"},
+    {"sharding": ZeRO1(context=None), "accum": "x2"},
 ]
 IN_ROWS: list[dict[str, str | Knob]] = [
     {"sharding": TensorParallel(tensor=2), "ckpt": "every1"},
     {"sharding": FSDP(tensor=2), "accum": "x2"},
     {"sharding": FSDP(tensor=2, sequence=True), "accum": "x2"},
     {"sharding": TensorParallel(tensor=2, sequence=True), "precision": "bf16"},
+    {"sharding": ZeRO1(tensor=2), "accum": "x2"},
+    {"sharding": ZeRO1(tensor=2, sequence=True), "ckpt": "every1"},
     {"sharding": ContextParallel(context=2), "precision": "bf16"},
 ]
 
@@ -271,6 +274,8 @@ MESHES: list[dict[str, str | Knob]] = [
     {"sharding": FSDP(tensor=2)},
     {"sharding": TensorParallel(tensor=2, sequence=True)},
     {"sharding": FSDP(context=2)},
+    {"sharding": ZeRO1(tensor=2)},
+    {"sharding": ZeRO1(context=2)},
     {"offload": "parameters"},
 ]
 
