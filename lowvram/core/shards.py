@@ -159,22 +159,6 @@ def dim_of(place: Any) -> int:
     return place.dim
 
 
-KEPT_APART = "lowvram_kept_apart"  # an attribute of sharded tensors
-SHARDS = "shards"  # the key of what is saved of them
-
-
-def keep_apart(tensor: Tensor) -> Tensor:
-    """Mark a sharded tensor whose shards can't be joined, such as codes in blocks, each of which lies in one shard: it
-    is saved as its shards. All ranks must mark it, also those whose shard is of plain numbers."""
-    if isinstance(tensor, DTensor):
-        setattr(tensor, KEPT_APART, True)
-    return tensor
-
-
-def is_kept_apart(tensor: DTensor) -> bool:
-    return getattr(tensor, KEPT_APART, False)
-
-
 def is_unevenly_split(tensor: Tensor) -> bool:
     """Whether some ranks have fewer rows of a tensor than others."""
     if not isinstance(tensor, DTensor):

@@ -19,14 +19,13 @@ from lowvram.compat.torch_versions import version
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
+from lowvram.core.kept_apart import is_kept_apart, saved_apart
 from lowvram.core.merged_states import from_all_stages, keep_own_part
 from lowvram.core.mesh import all_ranks, is_first_of_stage, stage_hosts
 from lowvram.core.rates import OWN
 from lowvram.core.references import replace_tensors
 from lowvram.core.shards import (
-    SHARDS,
     all_shards,
-    is_kept_apart,
     is_sharded,
     is_unevenly_split,
     local,
@@ -50,8 +49,8 @@ CHANGED = "changed_by_steps"  # in saved param_groups: the names of entries that
 
 
 def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Any] | None:
-    """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU, or, if it is kept apart, its
-    shards under SHARDS; None on the other ranks.
+    """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU, or, if it is kept apart,
+    what `saved_apart` makes of its shards; None on the other ranks.
 
     A collective: all ranks must call it, with the same nesting.
 
@@ -59,10 +58,10 @@ def gathered(state: dict[str, Any], keep: Callable[[Tensor], Tensor] = Tensor.cp
         keep: returns a copy on the CPU of a whole tensor, which is freed afterwards.
     """
 
-    def gather(tensor: DTensor) -> Tensor | dict[str, list[Tensor]] | None:
+    def gather(tensor: DTensor) -> Tensor | dict[str, Any] | None:
         if is_kept_apart(tensor):
             shards = all_shards(tensor)
-            return {SHARDS: [shard.cpu() for shard in shards]} if is_first_of_stage() else None
+            return saved_apart([shard.cpu() for shard in shards], tensor) if is_first_of_stage() else None
         entire = whole(tensor)
         return compact(keep(entire)) if is_first_of_stage() else None
 

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core import generators
+from lowvram.core.kept_apart import is_kept_apart, saved_apart
 from lowvram.core.mesh import all_ranks
-from lowvram.core.shards import SHARDS, distinct, in_own_order, is_kept_apart, joined, local, reshard
+from lowvram.core.shards import distinct, in_own_order, joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
 from lowvram.results.files.lease import check_ours
@@ -141,9 +142,11 @@ class Posts:
         return whole, posts
 
 
-def as_gathered(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, list[Tensor]]:
+def as_gathered(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, Any]:
     """A sharded tensor as `gathered` leaves it, given the shard of each rank."""
-    return {SHARDS: distinct(shards, like)} if is_kept_apart(like) else in_own_order(joined(shards, like), like)
+    if is_kept_apart(like):
+        return saved_apart(distinct(shards, like), like)
+    return in_own_order(joined(shards, like), like)
 
 
 def sharded_leaves(state: Any) -> Iterator[DTensor]:

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lowvram.config.texts import first_line
+from lowvram.core.kept_apart import is_kept_apart
 from lowvram.core.mesh import is_in_first
-from lowvram.core.shards import is_kept_apart, is_sharded, local, row_order
+from lowvram.core.shards import is_sharded, local, row_order
 from lowvram.results.files.durable import flush, naming, remove_empty, remove_files, unfinished_name
 from lowvram.results.files.late import is_there_in_time
 from lowvram.results.files.regular import fingerprint

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lowvram.compat.torch_distributed import part_of_parts
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torchao import new_moment
 from lowvram.config.errors import Incompatible
 from lowvram.core.copies import original
-from lowvram.core.shards import SHARDS, all_shards, keep_apart, local, placed, taken_apart
+from lowvram.core.kept_apart import SHARDS, is_laid_out_as, keep_apart, saved_apart, whole_of
+from lowvram.core.shards import all_shards, local, place_of_own, placed, set_row_order, taken_apart
+from lowvram.core.shards import whole as whole_on_host
 from lowvram.core.states import gathered, placed_value
 from lowvram.knobs.optimizer import AdamW8bit
 from lowvram.knobs.optimizer.low_bit import as_numbers, fill, form_of, memory_order
@@ -69,7 +72,6 @@ def parted(rows: list[int]) -> tuple[list[Tensor], list[Tensor]]:
     gathered_state = gathered({"moment": spread})
     assert (gathered_state is None) == (mesh.get_local_rank() > 0)
     if gathered_state is not None:
-        assert [*gathered_state["moment"]] == [SHARDS]
         assert all(map(are_equal, gathered_state["moment"][SHARDS], made))
     return all_shards(spread), made
 
@@ -96,6 +98,29 @@ def test_shards_of_codes_and_of_numbers_reach_all_ranks_as_they_are() -> None:
         for found, made in on_ranks(parted, rows, num_ranks=3):
             assert [is_traceable_wrapper_subclass(shard) for shard in made] == have_codes
             assert all(map(are_equal, found, made))
+
+
+def laid_out(whole: Tensor, order: Tensor | None) -> None:
+    """On two data ranks by two that split layers: by columns and by rows, as a layer and its part are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for places in ([part_of_parts(Shard(0), 2), Shard(0)], [part_of_parts(Shard(1), 2), Shard(1)]):
+        like = distribute_tensor(whole.t() if places[1] == Shard(1) else whole, mesh, places, src_data_rank=None)
+        set_row_order(like, order)
+        saved, wanted = saved_apart(all_shards(like), like), whole_on_host(like)
+        assert torch.equal(whole_of(saved, saved[SHARDS]), wanted)
+        assert is_laid_out_as(saved, like)
+        assert torch.equal(saved[SHARDS][place_of_own(like)[0]], local(like))
+        other = distribute_tensor(wanted, mesh, places, src_data_rank=None)
+        set_row_order(other, None if order is not None else torch.arange(7))
+        assert not is_laid_out_as(saved, other)
+        assert not is_laid_out_as(saved, wanted)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("order", [None, torch.tensor([0, 1, 5, 6, 2, 3, 4])], ids=["in order", "packed"])
+def test_shards_of_parts_of_layers_make_the_whole(order: Tensor | None) -> None:
+    """Of seven rows the first part of the layer has four, the second three; of three columns two and one."""
+    on_ranks(laid_out, torch.arange(21.0).view(7, 3), order, num_ranks=4)
 
 
 def test_moments_in_other_blocks_are_rounded_again_and_in_the_same_ones_stay() -> None:

@@ -277,6 +277,21 @@ def test_codes_stay_as_they_are_in_the_same_blocks_and_are_rounded_again_in_othe
         assert found == near(wanted[K:], band), target
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [Point("tensor", 2), Point("rows with shared states", 4)], ids=str)
+def test_codes_of_parts_of_layers_are_rounded_again_elsewhere(tmp_path: Path, source: Point) -> None:
+    """Two ranks of zero1 have as many rows of queries, keys and values as two that split them, but other ones."""
+    choices: Choices = {"optimizer": "adamw_8bit"}
+    (wanted,) = trained(source, WIDE, choices, [Leg(tmp_path / "wanted")])
+    leg = Leg(tmp_path / "found", stop_at=K)
+    assert trained(source, WIDE, choices, [leg]) == [wanted[:K]]
+    for target, band in {ALONE: 1e-3, Point("zero1", 2): 1e-3, source: 0.0}.items():
+        copy = leg._replace(folder=tmp_path / f"found {target}", stop_at=None, is_resumed=True)
+        shutil.copytree(leg.folder, copy.folder)
+        (found,) = trained(target, WIDE, choices, [copy])
+        assert found == near(wanted[K:], band), target
+
+
 # With what else a run is made of
 
 EXACT = ["adamw", "sgd", "adam_mini", "lamb", "lars"]

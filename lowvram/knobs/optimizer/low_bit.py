@@ -23,10 +23,11 @@ from lowvram.compat.torchao import new_moment, part_of_moment
 from lowvram.config.errors import Incompatible
 from lowvram.core.fact import Fact
 from lowvram.core.fused import CompiledUpdate
+from lowvram.core.kept_apart import SHARDS, is_laid_out_as, keep_apart, whole_of
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob
 from lowvram.core.quiet import quiet
-from lowvram.core.shards import SHARDS, keep_apart, local, place_of_own, placed, spread_as, taken_apart
+from lowvram.core.shards import local, place_of_own, placed, spread_as, taken_apart
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, noise_of_step
 from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.plain import AdamW
@@ -199,11 +200,12 @@ def fill(moment: Tensor, saved: Any, parameter: nn.Parameter, saved_order: list[
         return
     if isinstance(saved, Mapping):
         shards, saved_order = saved[SHARDS], [*range(parameter.ndim)]
-        place, number = place_of_own(parameter) if isinstance(parameter, DTensor) else (0, 0)
-        if len(shards) == number and form_of(shards[place]) == form_of(moment):
-            moment.copy_(shards[place])
-            return
-        saved = torch.cat(list(map(as_numbers, shards)))
+        if isinstance(parameter, DTensor) and is_laid_out_as(saved, parameter):
+            own = shards[place_of_own(parameter)[0]]
+            if form_of(own) == form_of(moment):
+                moment.copy_(own)
+                return
+        saved = whole_of(saved, list(map(as_numbers, shards)))
     if saved_order is None and isinstance(parameter, DTensor) and parameter.ndim > 2:
         raise Incompatible(
             "an early version of lowvram saved the moments of few bits, and not in which order those of convolutions"
