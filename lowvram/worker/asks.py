@@ -23,7 +23,7 @@ from lowvram.planning.time.microbench import calibrate as measure_rates
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
 from lowvram.results.row import GIB, Status
-from lowvram.search.worker import PlanCache
+from lowvram.search.worker import PlanCache, Search
 from lowvram.search.worker import search as find_candidates
 
 Fields = dict[str, Any]
@@ -40,13 +40,22 @@ def check(events: Events, configs: list[dict[str, Any]], jobs: str = "1") -> Fie
     checked = list(map(settings, configs))
     for whole in checked:
         whole.check_paths()
-        ranks = whole.groups["sharding"].ranks
-        num_ranks = (whole.root.devices or 1) if ranks == "auto" else int(ranks)
-        check_batch_size(
-            whole.train.batch_size, whole.groups["accum"].parts, row_of(whole, num_ranks).num_rows(num_ranks)
-        )
+        check_batch_size(whole.train.batch_size, whole.groups["accum"].parts, fewest_slices(whole))
         user_metrics(whole.eval.metrics or (), torch.device("cpu"))
     return {"status": "ok", "cards": [] if jobs == "1" else cards_side_by_side(checked, jobs)}
+
+
+def fewest_slices(whole: Settings) -> int:
+    """Into how many slices a logical batch is cut at least, as far as is known without the machine of the point. A
+    search over meshes also tries those whose ranks all compute the same samples."""
+    sharding = whole.groups["sharding"]
+    if sharding.ranks != "auto":
+        num_ranks = int(sharding.ranks)
+    else:
+        num_ranks = 1 if Fact.ONE_RANK in sharding.needs() else whole.root.devices or 1
+    num_slices = row_of(whole, num_ranks).num_rows(num_ranks)  # which may be refused, in a search, too
+    is_over_meshes = isinstance(whole.groups["mode"], Search) and (whole.root.devices or 1) > 1
+    return 1 if is_over_meshes else num_slices
 
 
 def cards_side_by_side(points: Sequence[Settings], jobs: str) -> list[str]:

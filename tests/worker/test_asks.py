@@ -10,7 +10,9 @@ import pytest
 from lowvram.config.errors import BadInput
 from lowvram.knobs.sharding import FSDP, Unsharded
 from lowvram.worker import asks
-from lowvram.worker.asks import cards_side_by_side
+from lowvram.worker.asks import cards_side_by_side, fewest_slices
+from tests.calls import TINY
+from tests.planning.test_worker import composed
 
 
 def points(*devices: str, sharding: Any = None, num_devices: int | None = None) -> Any:
@@ -40,3 +42,20 @@ def test_points_that_no_single_card_fits_are_refused_at_once() -> None:
         cards_side_by_side(points("auto", sharding=FSDP()), "auto")
     with pytest.raises(BadInput, match="jobs='2': must be 1 where points have several ranks"):
         cards_side_by_side(points("auto", num_devices=2), "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "num_slices"),
+    [
+        (("devices=4", "mode=search"), 1),
+        (("devices=4", "mode=search", "sharding=ddp"), 1),
+        (("mode=search", "sharding=ddp", "sharding.ranks=4"), 4),
+        (("devices=4", "sharding=ddp"), 4),
+        (("devices=4", "sharding=tensor", "sharding.tensor=2"), 2),
+        (("devices=4",), 1),
+    ],
+)
+def test_a_batch_is_held_to_the_slices_that_it_surely_has(words: tuple[str, ...], num_slices: int) -> None:
+    """Of the meshes of a search some have one row. Several devices without `sharding` are refused for that alone."""
+    whole, _ = composed(*TINY, *words)
+    assert fewest_slices(whole) == num_slices
