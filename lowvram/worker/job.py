@@ -76,7 +76,7 @@ def run(
     wanted = wanted_ranks(sharding, device, names_card, settings.root.devices)
     allowed = f"child for {wanted} ranks: each is a process of its own"
     require(wanted == 1 or not is_inline(spec.config), "process", "inline", allowed)
-    num_ranks, num_local = rendezvous.count(sharding.ranks, wanted)
+    num_ranks, num_local = rendezvous.count(sharding.ranks, wanted, settings.root.devices)
     check_cards(num_local, device, names_card)
     row = row_of(settings, num_ranks)
     num_slices = row.num_rows(num_ranks)

@@ -99,21 +99,26 @@ class Rendezvous:
     def rank(self) -> int:
         return self._launch.rank
 
-    def count(self, ranks: str, wanted: int) -> tuple[int, int]:
+    def count(self, ranks: str, wanted: int, num_devices: int | None = None) -> tuple[int, int]:
         """How many ranks the point has, and how many of them are on this machine.
 
         Args:
             ranks: what the user gave for sharding.ranks.
             wanted: how many ranks it asks for, on a single machine.
+            num_devices: what the user gave for `devices`, if anything.
 
         Raises:
             WrongStart: torchrun has started another number.
         """
-        num_ranks = self._launch.num_ranks if self.is_unwatched else wanted
-        allowed = f"auto or {num_ranks}, the number of ranks that torchrun has started"
-        if self.is_unwatched and ranks != "auto" and int(ranks) != num_ranks:
-            raise WrongStart("sharding.ranks", ranks, allowed)
-        return num_ranks, self._launch.num_local_ranks if self.is_unwatched else num_ranks
+        if not self.is_unwatched:
+            return wanted, wanted
+        num_ranks = self._launch.num_ranks
+        allowed = f"{num_ranks}, the number of ranks that torchrun has started"
+        if ranks != "auto" and int(ranks) != num_ranks:
+            raise WrongStart("sharding.ranks", ranks, f"auto or {allowed}")
+        if num_devices not in (None, num_ranks):
+            raise WrongStart("devices", num_devices, f"null or {allowed}")
+        return num_ranks, self._launch.num_local_ranks
 
     def num_threads(self) -> int:
         """How many threads this rank may have: its share of OMP_NUM_THREADS, or else of the cores. torchrun sets that

@@ -291,6 +291,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_torchrun_the_ranks_are_those_that_it_has_started(call: Call) -> None:
     allowed = "sharding.ranks='3': must be auto or 2, the number of ranks that torchrun has started"
     assert call(*TWO, "sharding.ranks=3", "train.batch_size=6").sentence == allowed
+    allowed = "devices=3: must be null or 2, the number of ranks that torchrun has started"
+    assert call(*TWO, "devices=3", "train.batch_size=6").sentence == allowed
 
 
 @pytest.mark.usefixtures("launched")

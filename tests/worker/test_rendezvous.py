@@ -14,7 +14,7 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.spec import PointSpec
 from lowvram.launch.torchrun import AGENT, Launch, aside, is_ended_with_first, launch_from
 from lowvram.loops.setup import Sharding, check_cards, wanted_ranks
-from lowvram.worker.rendezvous import Rendezvous
+from lowvram.worker.rendezvous import Rendezvous, WrongStart
 from tests.laboratory import CPU
 
 CUDA = torch.device("cuda", 0)
@@ -62,6 +62,16 @@ def test_auto_is_every_visible_card(
 def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2, the number of visible CUDA devices"):
         count(first(1), DDP(ranks="3"), CUDA, names_card=False)
+
+
+def test_devices_are_as_many_as_torchrun_has_started() -> None:
+    launch = Launch(0, 2, 0, 2)
+    for num_devices in (None, 2):
+        assert started(launch).count("auto", 2, num_devices) == (2, 2)
+    for ranks in ("auto", "2"):
+        with pytest.raises(WrongStart, match="devices=4: must be null or 2, the number of ranks that torchrun has"):
+            started(launch).count(ranks, 4, 4)
+    assert first(4).count("auto", 4, 4) == (4, 4)
 
 
 @pytest.mark.parametrize(
