@@ -32,6 +32,7 @@ from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.launcher import note_token
 from lowvram.launch.stop import stop_signals
+from lowvram.launch.threads import start_or_fail
 from lowvram.launch.torchrun import aside, end_with_agent, is_ended_with_first, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs
@@ -44,6 +45,7 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 def main() -> None:
     """`python train.py …` and `lowvram …`."""
     logging.raiseExceptions = False  # if the disk is full, W&B's own log files fail too; the row says it
+    start_or_fail()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     note_program()
     note_token()

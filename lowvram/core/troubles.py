@@ -20,7 +20,11 @@ OUT_OF_MEMORY_WORDS += ("out of memory. tried to allocate",)  # torch's, where T
 # Whole messages of oneDNN and of Python's import. They don't say whether memory ran out, but under `vram` it most
 # likely did; so it did for a thread that can't be started.
 VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set")
-NOT_MAPPED = "failed to map segment from shared object"  # of a library; where nothing limits memory, a mount forbids it
+# What ld.so says of a library that gets no memory. Where nothing limits memory, a mount forbids it.
+NOT_MAPPED = re.compile(
+    r"failed to map segment from shared object|cannot map zero-fill pages|cannot change memory protections"
+    r"|cannot (?:allocate|create) .*(?:memory|array|list|descriptor|buffer)"
+)
 # What a failing file is told as. Those of `PLAIN_WORDS` are recognised by their words too, in whatever error.
 DISK_TROUBLES = {
     **{number: os.strerror(number) for number in (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE)},
@@ -78,7 +82,7 @@ def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_hidden = isinstance(error, ImportError) and NOT_MAPPED in message(error)
+    is_hidden = isinstance(error, ImportError) and NOT_MAPPED.search(message(error)) is not None
     is_refused |= (is_hidden or memory_limits.is_hidden_in(error)) and memory_limits.are_set()
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
     is_vague = message(error) in VAGUE_MESSAGES or thread_limits.is_cause_of(error)

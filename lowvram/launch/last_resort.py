@@ -49,7 +49,7 @@ class LastResort:
         watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
         try:
             watcher.start()
-        except RuntimeError:  # a limit on threads, of which whoever needs them says more
+        except (RuntimeError, MemoryError):  # a limit, of which whoever comes to it again says more
             os.close(reader)
             os.close(writer)
             yield

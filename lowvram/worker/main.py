@@ -28,6 +28,7 @@ from lowvram.launch.events import BY_PIPE, encoded, is_heard, write_all
 from lowvram.launch.native_log import native_log
 from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import STOPS, Outlets
+from lowvram.launch.threads import start_or_fail
 from lowvram.launch.torchrun import Launch
 from lowvram.loops.session import Interrupted
 from lowvram.results import metric_lines
@@ -163,6 +164,7 @@ def main(request: dict[str, Any], outlets: Outlets, rank: int, listener: int) ->
         listener: see `Rendezvous`.
     """
     learn(request)
+    start_or_fail()
     started, num_ranks = request.get("launch"), request.get("num_ranks", 1)  # by torchrun, or by the fork server
     launch = Launch(**started) if started else Launch(rank, num_ranks, rank, num_ranks)
     is_alone = request.get("is_alone", False)

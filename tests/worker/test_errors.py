@@ -225,6 +225,8 @@ def test_an_error_that_is_none_of_memory() -> None:
 def test_a_library_that_finds_no_room_among_limited_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [
         ImportError("libarrow.so: failed to map segment from shared object"),  # as where a mount forbids it
+        ImportError("interval.cpython-311-x86_64-linux-gnu.so: cannot map zero-fill pages"),
+        ImportError("libarrow.so: cannot create shared object descriptor"),
         SystemError("error return without exception set"),  # of Python's own code
         OSError("could not get source code"),  # the same, of inspect
     ]
