@@ -73,9 +73,10 @@ def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) ->
 
 
 def value_at(row: Row, path: str) -> float | None:
-    """The number under a dotted path; None where there is none or it isn't finite."""
+    """The number under a dotted path; None where there is none or it isn't finite. A configuration may hold whatever
+    another program has put there."""
     value = at(row, path)
-    return value if value is not None and math.isfinite(value) else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def other_scores(rows: Sequence[Row]) -> list[str]:

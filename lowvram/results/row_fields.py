@@ -76,7 +76,7 @@ OTHERS: Mapping[str, Kind] = {
     "choices": CHOICES,
     "config": OPEN,
     **dict.fromkeys(("config.train", "config.accum"), VALUES),
-    **dict.fromkeys(("config.train.batch_size", "config.accum.parts"), NUMBER),
+    **dict.fromkeys(("config.train.batch_size", "config.train.steps", "config.accum.parts"), NUMBER),
     "compiled": TRUTH,
     "model": SECTION,
     **dict.fromkeys(("model.parameters", "model.trainable"), NUMBER),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lowvram.results import table
+from lowvram.results.columns import value_at
 from lowvram.results.loggers.wandb_sweep import columns
 from lowvram.results.report.data import entries
 from lowvram.results.report.report import save
@@ -38,7 +39,7 @@ def full() -> dict[str, Any]:
     row["fidelity"] = {"gradient_error": 1e-3, "gradient_cosine": 1.0, "loss_gap": 0.1, "steps": 5, "reason": None}
     row["reruns"] = [{"step_ms_p50": 3.0, "reason": None, "status": "ok", "disturbed": "yes"}]
     row["attempts"] = [{"parts": 2}]
-    row["config"] = {"train": {"batch_size": 4}, "accum": {"parts": 4}, "vram": None, "seed": 0}
+    row["config"] = {"train": {"batch_size": 4, "steps": 8}, "accum": {"parts": 4}, "vram": None, "seed": 0}
     return row
 
 
@@ -111,6 +112,13 @@ def test_a_row_with_anything_in_any_place_ends_no_view(tmp_path: Path) -> None:
         for value in (WRONG[number % len(WRONG)], WRONG[(number * 5 + 2) % len(WRONG)]):
             file.write_text(json.dumps(with_value(whole, path, value)))
             look(tmp_path)
+
+
+def test_what_is_no_number_counts_as_none() -> None:
+    """In a configuration, which isn't checked in all its places."""
+    for value in ("../../x", [1], {"a": 1}, None, float("nan")):
+        assert value_at({"config": {"train": {"steps": value}}}, "config.train.steps") is None
+    assert value_at({"config": {"train": {"steps": 8}}}, "config.train.steps") == 8
 
 
 HOSTILE = {
