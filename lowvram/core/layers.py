@@ -13,11 +13,12 @@ from lowvram.compat.torch_modules import FORWARD_PRE_HOOK, hooks_of
 from lowvram.config.errors import Incompatible
 
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer
+READS_FIRST = "lowvram_reads_first"  # an attribute of our own layers whose weight is (in, out)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight is (in, out), as GPT-2's are in transformers."""
-    return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
+    """Whether it is a linear layer whose weight is (in, out), as GPT-2's are in transformers, or a part of one."""
+    return (type(layer).__module__, type(layer).__name__) == TRANSPOSED or getattr(type(layer), READS_FIRST, False)
 
 
 def has_own_forward(layer: nn.Module) -> bool:

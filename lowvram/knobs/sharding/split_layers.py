@@ -114,6 +114,8 @@ class Rows(nn.Linear):
 class ColumnsTransposed(Columns):
     """The same with a weight (i, o / n)."""
 
+    lowvram_reads_first = True
+
     def matrix(self) -> Tensor:
         return local(self.weight).t()
 
@@ -121,6 +123,8 @@ class ColumnsTransposed(Columns):
 @final
 class RowsTransposed(Rows):
     """The same with a weight (i / n, o)."""
+
+    lowvram_reads_first = True
 
     def matrix(self) -> Tensor:
         return local(self.weight).t()
