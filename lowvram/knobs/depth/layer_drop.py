@@ -24,6 +24,7 @@ from lowvram.core.kind import Kind
 from lowvram.core.knob import Exactness, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.seeds import generator_for
+from lowvram.core.shards import local, spread_as
 from lowvram.core.structure import BLOCKS, unless
 from lowvram.knobs.depth.each_step import EachStep
 from lowvram.knobs.depth.same_shape import LEAVE_DEPTH, SameShape, first_tensor
@@ -126,13 +127,16 @@ class WithZeroGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
-        ctx.like = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        own = local(parameter)
+        ctx.like = (own.shape, own.stride(), own.dtype, own.device)
+        ctx.layout = None if own is parameter else parameter  # of a layer that is split over ranks
         return x.detach()  # no view, of which FSDP2 warns
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         shape, stride, dtype, device = ctx.like
-        return grad_x, torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        zeros = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        return grad_x, zeros if ctx.layout is None else spread_as(ctx.layout, zeros)
 
 
 def least_saving(gates: Sequence[Gate], count: int) -> list[frozenset[int]]:
