@@ -252,3 +252,21 @@ def test_gathers_in_turn_are_not_told() -> None:
 
     accept_gathers_in_turn()
     assert not _redistribute.logger.isEnabledFor(logging.WARNING)
+
+
+@needed("torch.distributed.tensor.placement_types._StridedShard", by="sharding=zero1 sharding.tensor=2")
+def test_parts_of_parts_are_laid_out_as_fsdp2_lays_them_out() -> None:
+    """FSDP2 has rank r of the first dimension hold the r-th rows of the part that the second one splits."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    from lowvram.compat.torch_distributed import part_of_parts, pretend_ranks
+
+    assert part_of_parts(Shard(1), 2) == part_of_parts(Shard(0), 1) == Shard(0)
+    with group_left():
+        pretend_ranks(4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        layout = [part_of_parts(Shard(0), 2), Shard(0)]
+        shape, stride = torch.Size((8, 3)), (3, 1)
+        sharded = DTensor.from_local(torch.zeros(2, 3), mesh, layout, run_check=False, shape=shape, stride=stride)
+        assert sharded.shape == (8, 3)
+        assert sharded.to_local().shape == (2, 3)

@@ -20,6 +20,7 @@ from lowvram.core.ledger import Peak
 from lowvram.core.repeat import Repeatable
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.sharding import TensorParallel
 from lowvram.knobs.stepping import InBackward
 from lowvram.knobs.stepping.in_backward import Norm
 from lowvram.knobs.tile import TiledMLP
@@ -30,6 +31,7 @@ from lowvram.models.hf import HfConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny
+from tests.knobs.test_sharding_tensor import GROUPED
 from tests.laboratory import (
     CPU,
     KNOBS,
@@ -338,3 +340,27 @@ def test_values_out_of_range_are_refused(make: Callable[[], Knob], message: str)
 
 def test_it_is_exact() -> None:
     assert TiledMLP.exactness is Exactness.EXACT
+
+
+class Unsaid(TiledMLP):
+    breaks_always = frozenset()
+
+
+def losses_with_own_tokens(tiles: list[int]) -> list[list[float]]:
+    """On a rank that has a run of the tokens between layers that are split; none where that fails."""
+    found: list[list[float]] = []
+    for tokens in tiles:
+        knobs = knobs_of(sharding=TensorParallel(sequence=True), tile=Unsaid(tokens=tokens))
+        try:
+            found.append([*map(float, train(InDouble(GROUPED), knobs, [4]).losses)])
+        except Exception:  # of ranks whose runs don't fit together
+            found.append([])
+    return found
+
+
+def test_without_whole_calls() -> None:
+    """Each chunk of an MLP's tokens would be shared out anew, so that the ranks' runs are mixed up."""
+    wanted = pytest.approx([*map(float, train(InDouble(GROUPED), knobs_of(), [4]).losses)], rel=1e-12)
+    for in_one_call, in_chunks in on_ranks(losses_with_own_tokens, [1024, 8]):  # of 32
+        assert in_one_call == wanted
+        assert in_chunks != wanted
