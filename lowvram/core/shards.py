@@ -19,6 +19,7 @@ from lowvram.core.mesh import layout, ranks_along
 from lowvram.core.row_shape import PIPELINE
 
 T = TypeVar("T")
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 Groups = tuple[dist.ProcessGroup, ...]
 
 
@@ -34,11 +35,6 @@ def set_row_order(tensor: Tensor, order: Tensor | None) -> None:
     """
     if order is not None:
         setattr(tensor, ROW_ORDER, order)
-
-
-def row_orders(model: nn.Module) -> dict[str, Tensor | None]:
-    """See `row_order`, of each parameter."""
-    return {name: row_order(parameter) for name, parameter in model.named_parameters()}
 
 
 def row_order(tensor: Tensor) -> Tensor | None:
@@ -68,7 +64,7 @@ def count_elsewhere(gradient: Tensor) -> None:
     setattr(gradient, ELSEWHERE, True)
 
 
-def with_notes(tensor: Tensor, of: Tensor) -> Tensor:
+def with_notes(tensor: AnyTensor, of: Tensor) -> AnyTensor:
     """A tensor, with what is noted at the one that it replaces."""
     set_row_order(tensor, row_order(of))
     set_place(tensor, place_of(of))

@@ -70,6 +70,7 @@ class Stages:
             weight; each with all ranks that have it.
         elsewhere: the names of parameters and buffers that other ranks keep up to date.
         sizes: see `sizes_of`, before the model is cut.
+        readers: which stages read each parameter, by its name.
     """
 
     def __init__(
@@ -80,15 +81,34 @@ class Stages:
         shared: Mapping[str, Ranks],
         elsewhere: Collection[str],
         sizes: Sequence[tuple[int, bool]],
+        readers: Mapping[str, Collection[int]],
     ) -> None:
         self.own, self.shared, self.elsewhere, self.sizes = own, shared, elsewhere, sizes
-        self._arguments, self._in_tuple = arguments, in_tuple
+        self._arguments, self._in_tuple, self._readers = arguments, in_tuple, readers
         self._stage: PipelineStage | None = None
+        self._in_backward: PipelineStage | None = None
         self._received: Tensor | None = None
+        self.has_ended = False  # the model's forward pass, with `StageEnds`
 
     def kept_here(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a model's tensors, by their names, that this rank keeps up to date."""
         return {name: tensor for name, tensor in tensors.items() if name not in self.elsewhere}
+
+    def with_gradients(self, names: Mapping[nn.Parameter, str]) -> Mapping[nn.Parameter, str]:
+        """Those of some parameters that the backward pass reaches around which this is called."""
+        stage = self._in_backward
+        if stage is None:
+            return names
+        return {each: name for each, name in names.items() if stage.index in self._readers.get(name, (stage.index,))}
+
+    @contextmanager
+    def in_backward(self, stage: PipelineStage) -> Iterator[None]:
+        """Around the backward pass of a part through one stage."""
+        self._in_backward = stage
+        try:
+            yield
+        finally:
+            self._in_backward = None
 
     @property
     def is_computing(self) -> bool:
@@ -139,15 +159,20 @@ def with_stream(
     return (*given[:place], stream, *given[place + 1 :]), named
 
 
+class OfStages:
+    """What the classes below add to a model's. Type hints are read in the module that a class names, so they stand
+    here: the classes below name the model's module, and transformers reads the hints of each subclass of its models."""
+
+    stages: Stages
+    number: int
+
+
 @cache
 def staged_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of blocks like those of `kind` that are parts of a stage. A call goes around everything that a knob
     puts into a block's forward pass."""
 
-    class Staged(kind):
-        stages: Stages
-        number: int
-
+    class Staged(kind, OfStages):
         def __call__(self, *given: Any, **named: Any) -> Any:
             return self.stages.through(self.number, super().__call__, given, named)
 
@@ -156,12 +181,40 @@ def staged_kind(kind: type[nn.Module]) -> type[nn.Module]:
     return Staged
 
 
-def put_in_stages(blocks: Sequence[nn.Module], stages: Stages) -> None:
+@cache
+def ending_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of models like those of `kind` whose forward pass may end with a stage. What is hooked to the pass, as
+    by FSDP2, sees it return what the stage has made."""
+
+    class Ending(kind, OfStages):
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            made = super().__call__(*given, **named)
+            if self.stages.has_ended:
+                self.stages.has_ended = False
+                raise StageEnds(made)
+            return made
+
+        def forward(self, *given: Any, **named: Any) -> Any:
+            try:
+                return super().forward(*given, **named)
+            except StageEnds as ends:
+                self.stages.has_ended = True
+                return ends.made
+
+    Ending.__name__ = Ending.__qualname__ = kind.__name__
+    Ending.__module__ = kind.__module__
+    return Ending
+
+
+def put_in_stages(model: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> None:
     """Have the blocks of a model, in order, compute as their stages say."""
-    for number, block in enumerate(blocks):
+    modules: list[Any] = [*blocks]
+    for number, block in enumerate(modules):
         block.__class__ = staged_kind(type(block))
-        attributes: Any = block
-        attributes.stages, attributes.number = stages, number
+        block.stages, block.number = stages, number
+    whole: Any = model
+    whole.__class__ = ending_kind(type(model))
+    whole.stages = stages
 
 
 def stages_of(model: nn.Module) -> Stages | None:

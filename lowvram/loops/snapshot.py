@@ -20,7 +20,7 @@ from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.schema import present_name
 from lowvram.config.secret import REFUSED
 from lowvram.config.texts import LONGEST_REASON, shortened
-from lowvram.core.mesh import all_ranks
+from lowvram.core.mesh import all_ranks, stage_hosts
 from lowvram.core.states import gathered
 from lowvram.core.troubles import is_out_of_memory
 from lowvram.loops.shard_files import (
@@ -97,8 +97,8 @@ class Snapshots:
             return None if entire is None else self.settle_shards(step, beside, entire | logged, hashes)
 
     def is_in_shards(self, state: dict[str, Any]) -> bool:
-        """Whether each rank writes its own shards of such a state."""
-        return sharded_bytes(state) > self.sharded_above_bytes
+        """Whether each rank writes its own shards of such a state. Not in a pipeline, whose ranks have other states."""
+        return stage_hosts() is None and sharded_bytes(state) > self.sharded_above_bytes
 
     def settle_shards(self, step: int, beside: Path, state: dict[str, Any], hashes: list[dict[str, str]]) -> Path:
         """Make a snapshot of a folder in which each rank has written its shards.

@@ -20,6 +20,7 @@ from lowvram.search.space import Option, changed_values
 SHARDING, ACCUM = "sharding", "accum"
 MOST_NUMBERS = 3  # of parts that are tried with a pipeline: the smallest that it can have
 STAGES_OF_EACH = 2  # ranks, with schedule=interleaved
+SHARED = ("zero1", "fsdp")  # copies of a pipeline's stages
 
 
 class Mesh(NamedTuple):
@@ -162,3 +163,5 @@ def pipelines(num_stages: int, tensor: int, num_ranks: int, parts: list[int]) ->
         enough = [number for number in parts if number >= num_stages * stages_of_each]
         for number in enough[:MOST_NUMBERS]:
             yield Mesh("pipeline", {**values, **schedule}, str(number))
+            if not is_whole:
+                yield from (Mesh("pipeline", {**values, **schedule, "copies": each}, str(number)) for each in SHARED)

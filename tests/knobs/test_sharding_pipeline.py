@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import combinations, pairwise
 from random import Random
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from lowvram.core.mesh import all_ranks
 from lowvram.core.peak import Peak
 from lowvram.core.rig import Part
 from lowvram.core.row_shape import RowShape
-from lowvram.core.stages import PipelineStage
+from lowvram.core.stages import PipelineStage, ending_kind, staged_kind
 from lowvram.core.states import load_whole
 from lowvram.core.step import step
 from lowvram.core.stepper import StepperAround
@@ -32,6 +34,7 @@ from lowvram.knobs.sharding import PipelineParallel
 from lowvram.knobs.sharding.boundaries import Boundaries
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
+from lowvram.knobs.sharding.own_tokens import cutting_kind, gathering_kind
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.hf import HfConfig
 from lowvram.planning.target import Target
@@ -49,6 +52,7 @@ from tests.laboratory import (
     Trained,
     knobs_of,
     make_batch,
+    my_slice,
     peak_as_measured,
 )
 from tests.models.test_hf_families import spec_for
@@ -72,8 +76,21 @@ PIPELINES: dict[str, tuple[Any, int, Knob]] = {
     "three stages": (DEEP, 3, PipelineParallel()),
     "two stages each": (DEEP, 2, PipelineParallel(schedule="interleaved", stages=2)),
     "two rows": (DEEP, 4, PipelineParallel(pipeline=2)),
+    "two rows that share out states": (DEEP, 4, PipelineParallel(pipeline=2, copies="zero1")),
+    "two rows of two stages each": (
+        DEEP,
+        4,
+        PipelineParallel(pipeline=2, schedule="interleaved", stages=2, copies="zero1", reduce_every_part=True),
+    ),
+    "two rows that are sharded": (DEEP, 4, PipelineParallel(pipeline=2, copies="fsdp")),
     "two stages whose layers are split": (GROUPED, 4, PipelineParallel(pipeline=2, tensor=2)),
     "two rows of them": (GROUPED, 8, PipelineParallel(pipeline=2, tensor=2)),
+    "two rows of them that share out states": (GROUPED, 8, PipelineParallel(pipeline=2, tensor=2, copies="zero1")),
+    "two rows of them that are sharded": (
+        GROUPED,
+        8,
+        PipelineParallel(pipeline=2, tensor=2, copies="fsdp", reduce_every_part=True),
+    ),
 }
 
 
@@ -138,6 +155,25 @@ def test_tied_weights_stay_equal_wherever_updates_round() -> None:
     choices: Choices = {"precision": "bf16_pure", "accum": Parts(2), "sharding": PipelineParallel()}
     first, last = on_ranks(tied_weight, choices)
     assert torch.equal(first, last)
+
+
+def said_in_a_step(choices: Choices) -> str:
+    rig, batch = assemble(DEEP, knobs_of(**choices), CPU), my_slice(make_batch(DEEP.spec, 16))
+    with redirect_stdout(StringIO()) as said:
+        step(rig, batch)
+    return said.getvalue()
+
+
+def test_no_stage_of_a_rank_takes_those_of_the_other_for_weights_that_nothing_has_used() -> None:
+    knob = PipelineParallel(pipeline=2, schedule="interleaved", stages=2, copies="zero1", reduce_every_part=True)
+    assert on_ranks(said_in_a_step, {"accum": Parts(4), "sharding": knob}, num_ranks=4) == [""] * 4
+
+
+def test_hints_of_a_models_new_classes_can_be_read() -> None:
+    """As transformers does with each subclass of its models, in the module that the class names."""
+    for kind_of in (staged_kind, ending_kind, gathering_kind, cutting_kind):
+        assert kind_of(nn.Linear).__module__ == nn.Linear.__module__
+        assert get_type_hints(kind_of(nn.Linear))["in_features"] is int
 
 
 # What other knobs can't rely on
@@ -327,9 +363,9 @@ def test_a_stages_state_is_taken_back() -> None:
     assert {*first, *last} == {*state_and_back({})}
 
 
-def measured_peaks(choices: Choices) -> Peak:
+def measured_peaks(choices: Choices, num_samples: int = 32) -> Peak:
     gc.disable()
-    return peak_as_measured(DEEP, knobs_of(**choices), 32)
+    return peak_as_measured(DEEP, knobs_of(**choices), num_samples)
 
 
 @pytest.mark.parametrize("name", first_of(["1f1b", "gpipe", "interleaved"]))

@@ -19,7 +19,7 @@ from lowvram.core.mesh import data_ranks
 from lowvram.core.probes.splits import How
 from lowvram.core.shards import whole
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sharding import DDP, FSDP, PipelineParallel, TensorParallel
+from lowvram.knobs.sharding import DDP, FSDP, PipelineParallel, TensorParallel, ZeRO1
 from lowvram.knobs.sharding.find_own_tokens import FindOwnTokens
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.sharding.in_threads import Meeting
@@ -44,12 +44,14 @@ MANY: list[Choices] = [
     {"optimizer": "adamw", "ckpt": "every2"},
     {"optimizer": "sgd", "logits": "chunked"},
     {"optimizer": "sgd", "tile": "blocks"},
+    {"optimizer": "sgd", "depth": "layer_drop"},
 ]
 MESHES: dict[str, tuple[Any, int, Knob]] = {
     "a row of two": (GROUPED, 2, OWN_TOKENS()),
     "a row of three": (OF_THREE, 3, OWN_TOKENS()),  # 8 tokens: 3, 3 and 2
     "two rows": (GROUPED, 4, OWN_TOKENS(tensor=2)),
     "two rows by another name": (GROUPED, 4, DDP(tensor=2, sequence=True)),
+    "two rows that share out states": (GROUPED, 4, ZeRO1(tensor=2, sequence=True)),
     "two rows that are sharded": (GROUPED, 4, FSDP(tensor=2, sequence=True)),
     "two rows that are gathered once": (GROUPED, 4, FSDP(tensor=2, sequence=True, reshard_after_forward=False)),
 }

@@ -56,6 +56,7 @@ MANY: list[Choices] = [
     {"optimizer": "sgd", "accum": "x2", "stepping": AfterBackward(clip=0.5)},
     {"optimizer": "adamw", "ckpt": "every2"},
     {"optimizer": "sgd", "logits": "chunked"},
+    {"optimizer": "sgd", "depth": "layer_drop"},
 ]
 MESHES: dict[str, tuple[Any, int, Knob]] = {
     "a row of two": (GROUPED, 2, TensorParallel()),
@@ -324,6 +325,18 @@ def test_the_layers_of_transformers_classes_are_found(kind: str) -> None:
 @pytest.mark.parametrize(
     ("knob", "num_ranks"), first_of([(TensorParallel(), 2), (FSDP(tensor=2), 4), (ZeRO1(tensor=2), 4)])
 )
+def test_moments_of_neurons_are_those_of_whole_layers(knob: Knob, num_ranks: int) -> None:
+    """Adam-mini has one for each output of a layer: of GPT-2's weights for each column."""
+    gpt2 = Auto().pose(HfConfig(name=tiny("gpt2"), dropout=0.0), DataSpec(Modality.TOKENS, 300, (8,), 300))
+    for task in (InDouble(gpt2), InDouble(GROUPED)):
+        wanted = train(task, knobs_of(optimizer="adam_mini"), [8, 8])
+        for found in on_ranks(train, task, knobs_of(optimizer="adam_mini", sharding=knob), [8, 8], num_ranks=num_ranks):
+            assert max(errors(found, wanted)[what] for what in ("losses", "gradients", "parameters")) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("knob", "num_ranks"), first_of([(TensorParallel(), 2), (FSDP(tensor=2), 4), (ZeRO1(tensor=2), 4)])
+)
 def test_norms_that_see_some_features_get_the_gradients_of_all(knob: Knob, num_ranks: int) -> None:
     """Those of queries and keys: also where FSDP2 has put other parameters into their places."""
     spec = DataSpec(Modality.TOKENS, 300, (8,), 300)
@@ -338,6 +351,11 @@ def test_norms_that_see_some_features_get_the_gradients_of_all(knob: Knob, num_r
 def test_layers_that_do_not_split_are_refused(kind: str) -> None:
     with pytest.raises(Incompatible, match="doesn't compute the same where its layers are split over 2 ranks"):
         known_of_family(kind).get(FindSplits(2))
+
+
+def test_a_row_of_more_ranks_than_heads_is_told_how_many_there_are() -> None:
+    with pytest.raises(BadInput, match=r"sharding\.tensor=4: .* the model's 2 heads of keys and values: one of 1, 2"):
+        known_of_family("qwen3:grouped").get(FindSplits(4))
 
 
 @pytest.mark.slow

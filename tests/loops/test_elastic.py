@@ -23,9 +23,10 @@ from lowvram.knobs.sharding import FSDP, ContextParallel, PipelineParallel, Tens
 from lowvram.loops.session import Interrupted
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import TRANSFORMER, InDouble
+from tests.laboratory import PROBLEMS, TRANSFORMER, InDouble
 from tests.loops.sessions import Told, session_in
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
@@ -61,6 +62,9 @@ NAMED: dict[str, Choices] = {
     "hosts": {"sharding": "fsdp", "offload": "parameters"},
     "stages": {"sharding": PipelineParallel(schedule="gpipe")},
     "rows of stages": {"sharding": PipelineParallel(pipeline=2, schedule="gpipe"), "accum": "x2"},
+    "stages with shared states": {"sharding": PipelineParallel(pipeline=2, schedule="gpipe", copies="zero1")},
+    "sharded stages": {"sharding": PipelineParallel(pipeline=2, schedule="gpipe", copies="fsdp"), "accum": "x2"},
+    "rows with own tokens": {"sharding": FSDP(tensor=2, sequence=True)},
 }
 
 
@@ -80,6 +84,7 @@ POINTS = [ALONE, *(Point(option, num) for num in (2, 3, 4) for option in OPTIONS
 POINTS += [Point("tensor", 2), Point("rows", 4), Point("sharded rows", 4)]
 POINTS += [Point("context", 2), Point("runs", 4), Point("stages", 2), Point("rows of stages", 4)]
 IN_ONE_FILE = ("none", "ddp", "context", "runs", "stages", "rows of stages")  # no rank has a part of a tensor
+IN_ONE_FILE += ("stages with shared states", "sharded stages")  # as all pipelines
 
 
 class Leg(NamedTuple):
@@ -131,9 +136,9 @@ def check_pairs(
     targets: Iterable[Point],
     batch_size: int,
     sharded_above_gib: float | None = None,
+    task: Any = SMALL,
 ) -> None:
     """That each target goes on with what each source has saved."""
-    task = SMALL
     (wanted,) = trained(ALONE, task, {}, [Leg(tmp_path / "wanted", batch_size)])
     assert [step for step, _ in wanted] == [1, 2, 3, 4, 4]
     legs = list[Leg]()
@@ -215,14 +220,29 @@ def test_a_run_goes_on_with_any_sharding_on_any_number_of_ranks(
 
 
 SHARED_STATES = [Point("rows with shared states", 4), Point("runs with shared states", 4)]
+SHARED_STATES += [Point("stages with shared states", 4), Point("sharded stages", 4), Point("rows with own tokens", 4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SHARED_STATES, ids=str)
-def test_a_run_goes_on_with_states_shared_out_over_rows(tmp_path: Path, point: Point) -> None:
+def test_a_run_goes_on_with_weights_or_states_shared_out_over_rows(tmp_path: Path, point: Point) -> None:
     others = [ALONE, Point("zero1", 3), Point("tensor", 2), Point("sharded rows", 4)]
     check_pairs(tmp_path, [point], [*others, *SHARED_STATES], 5, sharded_above_gib=0.0)
     check_pairs(tmp_path / "back", others, [point], 12)
+
+
+IMAGES: dict[str, list[Point]] = {  # by norms: those over a batch are others where ranks have slices of it
+    "resnet": [ALONE],
+    "resnet_group": [ALONE, Point("zero1", 2), Point("fsdp", 3)],
+}
+
+
+@pytest.mark.parametrize("problem", first_of([*IMAGES]))
+def test_a_run_of_a_resnet_goes_on_with_its_blocks_elsewhere(tmp_path: Path, problem: str) -> None:
+    """Its blocks are of several kinds, and hold buffers that other ranks don't have."""
+    task, stages = Double(PROBLEMS[problem]), Point("stages", 2)
+    check_pairs(tmp_path, [stages], [*IMAGES[problem], stages], 12, task=task)
+    check_pairs(tmp_path / "back", IMAGES[problem], [stages], 12, task=task)
 
 
 # With frozen weights

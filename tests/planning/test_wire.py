@@ -42,6 +42,9 @@ COPIES: dict[str, Knob] = {
     "of two": FSDP(reshard_after_forward=2),
     "states of parts of layers": ZeRO1(tensor=2),
 }
+PIPELINES: dict[str, Knob] = {
+    name: PipelineParallel(pipeline=2, schedule="gpipe", copies=name) for name in ("ddp", "zero1", "fsdp")
+}
 
 
 def planned(knob: Knob, num_ranks: int, accum: str = "none") -> int:
@@ -112,6 +115,15 @@ def test_four_ranks_send_what_was_planned(accum: str) -> None:
     for found in on_ranks(sent_in_a_step, COPIES, accum, num_ranks=4):
         for name, sent, wanted in zip(COPIES, found, expected, strict=True):
             assert sent == pytest.approx(wanted, abs=2 * CONTROL_BYTES), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accum", ["none", "x2"])
+def test_the_first_stage_of_two_pipelines_sends_what_was_planned(accum: str) -> None:
+    expected = [planned(knob, 4, accum) for knob in PIPELINES.values()]
+    found = on_ranks(sent_in_a_step, PIPELINES, accum, num_ranks=4)[0]
+    for name, sent, wanted in zip(PIPELINES, found, expected, strict=True):
+        assert sent == pytest.approx(wanted, abs=2 * CONTROL_BYTES), name
 
 
 def test_a_link_is_busy_as_long_as_its_rate_says() -> None:

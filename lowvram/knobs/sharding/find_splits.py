@@ -52,8 +52,8 @@ class FindSplits(Probe[Splits]):
     named: tuple[tuple[str, How], ...] = ()
 
     def find(self, known: Structure) -> Splits:
-        """Raises Incompatible where none is found that computes the same, or BadInput for a pattern that names no
-        layer."""
+        """Raises Incompatible where none is found that computes the same; BadInput where the ranks don't divide the
+        heads, or for a pattern that names no layer."""
         if (stated := known.get(SPLITS)) is not None and not self.named:
             return stated
         trouble = None
@@ -61,6 +61,8 @@ class FindSplits(Probe[Splits]):
             trouble = trouble_with(known, splits, self.num_ranks)
             if trouble is None:
                 return splits
+        for what, number in heads_of(known).items():
+            check_divides(what, number, self.num_ranks)
         what = (
             "it isn't known how this model's layers are split"
             if trouble is None
@@ -84,6 +86,21 @@ class FindSplits(Probe[Splits]):
                 },
                 counts=tuple(counts_beside(known.model, layers)) if with_counts else (),
             )
+
+
+def check_divides(what: str, number: int, num_ranks: int) -> None:
+    """Raises BadInput where a number isn't a multiple of the number of ranks."""
+    fitting = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+    allowed = f"a number that divides the model's {number} {what}: one of {fitting}"
+    require(number % num_ranks == 0, "sharding.tensor", num_ranks, allowed)
+
+
+def heads_of(known: Structure) -> dict[str, int]:
+    """How many heads the configuration of one of transformers' models counts, by what they are."""
+    config = getattr(known.model, "config", None)
+    names = {"heads of keys and values": "num_key_value_heads", "heads": "num_attention_heads"}
+    counts = {what: getattr(config, name, None) for what, name in names.items()}
+    return {what: number for what, number in counts.items() if isinstance(number, int)}
 
 
 def named_layers(model: nn.Module, patterns: Mapping[str, How]) -> dict[str, How]:

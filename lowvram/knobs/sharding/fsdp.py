@@ -30,7 +30,7 @@ from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY, SHARDABLE
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
-from lowvram.core.shards import make_contiguous, row_orders, set_row_order
+from lowvram.core.shards import make_contiguous, with_notes
 from lowvram.knobs.sharding.base import over_ranks
 from lowvram.knobs.sharding.in_rows import InRows
 
@@ -87,7 +87,7 @@ class FSDP(InRows):
         self.check_ranks(gradient_ranks().size)
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {all_ranks().rank} of {all_ranks().size}"
-        mesh, orders = device_mesh(rig.device, self.replicate), row_orders(rig.model)
+        mesh, before = device_mesh(rig.device, self.replicate), dict(rig.model.named_parameters())
         accept_views()
         accept_gathers_in_turn()
         make_contiguous(rig.model)
@@ -95,12 +95,12 @@ class FSDP(InRows):
         # What is split, too, gets a mesh of two dimensions, and the values of a mesh are read.
         real = without_dispatch_modes() if self.splits_layers else nullcontext()
         with meshes_made_inside(without_dispatch_modes), real:
-            for block in rig.structure.blocks:
+            for block in filter(has_weights, rig.structure.blocks):
                 rig.shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
             # Weights outside blocks: they stay gathered until the backward pass.
             rig.shard(rig.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         for name, parameter in rig.model.named_parameters():  # new objects
-            set_row_order(parameter, orders[name])
+            with_notes(parameter, before[name])
         modules, lockstep = fsdp_modules(rig.model), in_lockstep(rig.model)
         gather = ReleasedAllGather if rig.device.type == "cpu" else DefaultAllGather
         for index, module in enumerate(modules):
@@ -124,6 +124,11 @@ class FSDP(InRows):
             yield
         if lockstep is not None:
             lockstep.end()
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Not of blocks that other ranks of a pipeline have."""
+    return next(module.parameters(), None) is not None
 
 
 LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it

@@ -27,7 +27,7 @@ from lowvram.core.structure import BLOCKS, Blocks
 from lowvram.knobs.sharding.base import DataParallel
 from lowvram.knobs.sharding.find_own_tokens import FindOwnTokens
 from lowvram.knobs.sharding.find_runs import NO_TEACHER, FindRuns
-from lowvram.knobs.sharding.find_splits import FindSplits, is_linear
+from lowvram.knobs.sharding.find_splits import FindSplits, check_divides, is_linear
 from lowvram.knobs.sharding.own_tokens import row_of, split_with_own_tokens, with_own_tokens
 from lowvram.knobs.sharding.row import MeshRow
 from lowvram.knobs.sharding.runs import in_runs
@@ -142,13 +142,6 @@ class SameSamples:
                     " of a loop of your own the share r // sharding.tensor, or r // sharding.context"
                 )
         return self._run(rig, parts, total)
-
-
-def check_divides(what: str, number: int, num_ranks: int) -> None:
-    """Raises BadInput where a number isn't a multiple of the number of ranks."""
-    fitting = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
-    allowed = f"a number that divides the model's {number} {what}: one of {fitting}"
-    require(number % num_ranks == 0, "sharding.tensor", num_ranks, allowed)
 
 
 def check_layer(name: str, layer: Any, each: Split, num_ranks: int) -> None:

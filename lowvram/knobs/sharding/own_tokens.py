@@ -64,14 +64,18 @@ def row_of(model: nn.Module) -> RunsRow | None:
     return next((each for each in found if isinstance(each, RunsRow)), None)
 
 
+class OfTokens:
+    """What the classes below add to a model's, with type hints that are read in this module (`stages.OfStages`)."""
+
+    tokens: Any
+
+
 @cache
 def gathering_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of modules like those of `kind` that hold split layers, which read all tokens. The module gets them
     before anything that a knob puts into its forward pass: some read their number from what they are given."""
 
-    class Gathering(kind):
-        tokens: InsideRow
-
+    class Gathering(kind, OfTokens):
         def __call__(self, *given: Any, **named: Any) -> Any:
             if not self.tokens.row.num_tokens:
                 return super().__call__(*given, **named)
@@ -86,9 +90,7 @@ def gathering_kind(kind: type[nn.Module]) -> type[nn.Module]:
 def cutting_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of first blocks like those of `kind`, which take a rank's own tokens of what they are given."""
 
-    class Cutting(kind):
-        tokens: RunsRow
-
+    class Cutting(kind, OfTokens):
         def __call__(self, *given: Any, **named: Any) -> Any:
             if self.tokens.num_tokens:
                 # A copy: else the backward pass would keep all tokens.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_pipelining import OF_SEVERAL, SCHEDULES
 from lowvram.config.errors import Incompatible, require
-from lowvram.core.fact import Fact
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.mesh import PIPELINE, ranks_along
 from lowvram.core.probes.draws import NO_RANDOMNESS
@@ -35,8 +35,13 @@ from lowvram.core.structure import BLOCKS
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
+from lowvram.knobs.sharding.fsdp import FSDP
 from lowvram.knobs.sharding.passes import check_parts, passes_of
 from lowvram.knobs.sharding.pipeline_run import PipelineRun
+from lowvram.knobs.sharding.zero1 import ZeRO1
+
+SHARING: dict[str, type[ZeRO1 | FSDP]] = {"zero1": ZeRO1, "fsdp": FSDP}
+DEFAULT = "ddp"
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,18 @@ class PipelineParallel(DDP):
             each rank, so that ranks wait less.
         stages: how many each rank has, with schedule=interleaved.
         cut: how many blocks each stage has; None: so that the slowest is as fast as possible.
+        copies: how rows share their copies of a stage: ddp, each has all of it; zero1, the optimizer's state is shared
+            out over them; fsdp, weights and gradients are sharded over them, too.
+        reduce_every_part: with zero1 or fsdp: whether gradients are summed over the rows in every part, so that no rank
+            keeps whole ones until the last.
     """
 
     pipeline: int | None = None
     schedule: str = "1f1b"
     stages: int = 1
     cut: list[int] | None = None
+    copies: str = "ddp"
+    reduce_every_part: bool = False
 
     saves = Kind.PARAMETERS
     needs_always = DDP.needs_always | {
@@ -76,7 +87,22 @@ class PipelineParallel(DDP):
         require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
         allowed = "1 with sharding=pipeline, whose stages have all tokens of their samples"
         require(self.context == 1, "sharding.context", self.context, allowed)
+        known = (DEFAULT, *SHARING)
+        require(self.copies in known, "sharding.copies", self.copies, f"one of {', '.join(known)}")
         require(not self.sequence, "sharding.sequence", self.sequence, allowed.replace("1", "false", 1))
+
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | self.sharing().needs_always
+
+    def breaks(self) -> frozenset[Fact | ModelFact]:
+        return super().breaks() | self.sharing().breaks_always
+
+    def sharing(self) -> DDP | ZeRO1 | FSDP:
+        """What the rows do with their copies."""
+        if self.copies == DEFAULT:
+            return DDP(tensor=self.tensor, splits=self.splits)
+        kind = SHARING[self.copies]
+        return kind(tensor=self.tensor, splits=self.splits, reduce_every_part=self.reduce_every_part)
 
     def row_shape(self, num_ranks: int) -> RowShape:
         tensor = self.tensor or 1
@@ -85,6 +111,8 @@ class PipelineParallel(DDP):
         of_each = "" if tensor == 1 else f" stages of {tensor} ranks each"
         allowed = f"a number that divides the {num_left}{of_each or ' ranks'}"
         require(num_left % number == 0, "sharding.pipeline", number, allowed)
+        allowed = f"ddp where all {num_ranks} ranks are one pipeline: lower sharding.pipeline"
+        require(self.copies == DEFAULT or num_left > number, "sharding.copies", self.copies, allowed)
         return RowShape(pipeline=number, tensor=tensor)
 
     def passes(self, row: RowShape, num_parts: int) -> Sequence[Sequence[Pass]] | None:
@@ -113,7 +141,8 @@ class PipelineParallel(DDP):
         shared = {name: groups[tuple(places)] for name, places in having.items() if len(places) > 1}
         elsewhere = {name for name, each in readers.items() if min(each) not in own}
         sizes = sizes_of(rig.model)
-        put_in_stages(known.blocks, Stages(stages, segments.arguments, segments.in_tuple, shared, elsewhere, sizes))
+        own_stages = Stages(stages, segments.arguments, segments.in_tuple, shared, elsewhere, sizes, readers)
+        put_in_stages(rig.model, known.blocks, own_stages)
         unread = unread_buffers(rig.model, segments, here)
         hide_buffers(rig.model, elsewhere)
         leave_here(rig.model, here, unread, rig.device)
@@ -123,7 +152,7 @@ class PipelineParallel(DDP):
         if ranks is None or stages is None:
             return super().apply(rig)
         run = PipelineRun(stages, ranks, self.schedule, rig.forward, rig.device)
-        rig = super().apply(replace(rig, forward=run.forward, run=run))
+        rig = self.sharing().apply(replace(rig, forward=run.forward, run=run))
 
         def total_loss(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
             return ranks.sum(rig.run(final, parts, total).double())  # in whatever format the last stage has it

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_pipelining import PartsStage, Work, run_schedule, schedule_of
 from lowvram.core.mesh import Ranks, stage_hosts
 from lowvram.core.rig import Part, Rig, enough_samples, loss_of
-from lowvram.core.shards import count_elsewhere
+from lowvram.core.shards import count_elsewhere, local
 from lowvram.core.stages import PipelineStage, StageEnds, Stages
 from lowvram.knobs.sharding.boundaries import Boundaries
 from lowvram.knobs.sharding.passes import check_parts
@@ -51,17 +51,17 @@ class PipelineRun:
         works = [PassesOf(passes, stage) for stage in self.stages.own]
         made = [PartsStage(work, work.stage.index, self.num_stages, self.device, group) for work in works]
         run_schedule(schedule_of(self._schedule, made, len(parts)), len(parts))
-        self.sum_shared(rig.model)
+        self.sum_shared(rig)
         return torch.stack(passes.losses).sum() if passes.losses else torch.zeros((), device=self.device)
 
-    def sum_shared(self, model: nn.Module) -> None:
+    def sum_shared(self, rig: Rig) -> None:
         """Add up the gradients of parameters that several ranks have. The first of these counts them."""
+        updated = {name: each for each, name in rig.names_of_updated.items()}
         for name, ranks in self.stages.shared.items():
-            parameter = model.get_parameter(name)
-            if parameter.requires_grad:
+            if (parameter := updated.get(name)) is not None:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=ranks.group)
+                dist.all_reduce(local(parameter.grad), group=ranks.group)
                 if not ranks.is_first:
                     count_elsewhere(parameter.grad)
 
@@ -70,7 +70,7 @@ class PipelineRun:
         """After an update: give parameters that several ranks have the values of the first of these. Where updates
         round at random, each has rounded otherwise."""
         for name, ranks in self.stages.shared.items():
-            ranks.send_from_first(model.get_parameter(name))
+            ranks.send_from_first(local(model.get_parameter(name)))
 
     def forward(self, part: Part) -> Any:
         """The outputs of a part. Outside of a schedule, as in an evaluation, it goes through all stages; raises
@@ -132,7 +132,7 @@ class PassesOf(Work):
     def backward(self, part: int, made: Tensor, gradient: Tensor | None) -> None:
         passes = self._passes
         passes.num_left -= 1
-        with passes.rig.sync(not passes.num_left):
+        with passes.run.stages.in_backward(self.stage), passes.rig.sync(not passes.num_left):
             passes.rig.stepper.backward(made if gradient is None else WithGradient.apply(made, gradient))
 
 

@@ -146,9 +146,9 @@ class InsideRow:
         if not self.row.num_tokens:
             return self.row.product(x, weight, bias)
         given = next((each for each in self._given if each.all is x), None)
-        return (
-            F.linear(x, weight, bias) if given is None else ProductOfAll.apply(x, given.own, weight, bias, given.again)
-        )
+        if given is None:
+            return F.linear(x, weight, bias)
+        return ProductOfAll.apply(x, given.own, weight, bias, given.again)
 
 
 @final
@@ -192,7 +192,7 @@ class ProductOfAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
-        again.num_readers += 1
+        again.num_readers += ctx.needs_input_grad[2]
         ctx.again, ctx.has_bias = again, bias is not None
         ctx.save_for_backward(own, weight)
         return F.linear(x, weight, bias)
@@ -201,12 +201,13 @@ class ProductOfAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (own, weight), gradient = ctx.saved_tensors, gradients[0]
-        x = ctx.again.read(own.to(gradient.dtype))
         of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         rows = gradient.flatten(0, -2)
-        of_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
         of_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
-        return of_x, None, of_weight, of_bias, None
+        if not ctx.needs_input_grad[2]:
+            return of_x, None, None, of_bias, None
+        x = ctx.again.read(own.to(gradient.dtype))
+        return of_x, None, rows.t() @ x.flatten(0, -2), of_bias, None
 
 
 class AllTokens(torch.autograd.Function):

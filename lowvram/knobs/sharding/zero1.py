@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import final
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lowvram.compat.torch_distributed import all_gather, part_of_parts, reduce_scatter
+from lowvram.compat.torch_distributed import accept_gathers_in_turn, all_gather, part_of_parts, reduce_scatter
 from lowvram.config.errors import require
 from lowvram.core.copies import register_copy
 from lowvram.core.fact import Fact
@@ -30,7 +29,8 @@ from lowvram.core.mesh import device_mesh, split_mesh
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
-from lowvram.core.shards import local, make_contiguous, row_order, set_row_order, spread_as
+from lowvram.core.shards import local, make_contiguous, spread_as, with_notes
+from lowvram.core.stages import stages_of
 from lowvram.knobs.sharding.base import over_ranks
 from lowvram.knobs.sharding.ddp import gradients_summed
 from lowvram.knobs.sharding.gradient_sum import GradientSum
@@ -59,12 +59,18 @@ class ZeRO1(InRows):
         require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
 
     def apply(self, rig: Rig) -> Rig:
+        accept_gathers_in_turn()
         make_contiguous(rig.model)
         rows, told = OwnRows(device_mesh(rig.device), split_mesh()), set[str]()
+        stages = stages_of(rig.model) if self.reduce_every_part else None
+
+        def row_sum(names: Mapping[nn.Parameter, str]) -> RowSum:
+            """Of a rank with several stages only those of the stage whose gradients a pass computes."""
+            return RowSum(rows, names if stages is None else stages.with_gradients(names))
 
         def sync(is_last: bool) -> AbstractContextManager[None]:
             is_summed = is_last or self.reduce_every_part
-            return gradients_summed(rig.model, told, True, partial(RowSum, rows)) if is_summed else nullcontext()
+            return gradients_summed(rig.model, told, True, row_sum) if is_summed else nullcontext()
 
         def finish() -> None:
             rig.finish()
@@ -98,8 +104,7 @@ class OwnRows:
             rows, (mesh, places) = self.own(local(parameter.detach())), self._layout(parameter)
             shape, stride = parameter.shape, parameter.stride()
             sharded = DTensor.from_local(rows, mesh, places, run_check=False, shape=shape, stride=stride)
-            self._parts[parameter] = register_copy(nn.Parameter(sharded), parameter)
-            set_row_order(self._parts[parameter], row_order(parameter))
+            self._parts[parameter] = with_notes(register_copy(nn.Parameter(sharded), parameter), parameter)
         return self._parts[parameter]
 
     def _layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh, list[Placement]]:
