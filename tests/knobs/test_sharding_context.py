@@ -31,7 +31,8 @@ from lowvram.models.hf import HfConfig
 from lowvram.models.transformer import Positions
 from lowvram.tasks import Auto
 from tests.hugging import tiny
-from tests.knobs.test_sharding import THREE, errors, train_each
+from tests.knobs.one_process import Choices, Mesh, check_like_one_process
+from tests.knobs.test_sharding import THREE, errors
 from tests.laboratory import (
     CPU,
     PROBLEMS,
@@ -53,7 +54,6 @@ from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
-Choices = dict[str, str | Knob]
 GROUPED = Auto().pose(replace(TRANSFORMER, num_heads=4, num_kv_heads=2), TOKENS)
 LEARNED = Auto().pose(replace(TRANSFORMER, positions=Positions.learned), TOKENS)
 UNEVEN = Auto().pose(TRANSFORMER, replace(TOKENS, shape=(7,)))
@@ -62,7 +62,7 @@ MANY: list[Choices] = [
     {"optimizer": "adamw", "ckpt": "every2"},
     {"optimizer": "sgd", "logits": "chunked", "ckpt": "every1"},
 ]
-MESHES: dict[str, tuple[Any, int, Knob]] = {
+MESHES: dict[str, Mesh] = {
     "a row of two": (GROUPED, 2, ContextParallel()),
     "runs of unequal length": (UNEVEN, 2, ContextParallel()),
     "learned positions": (LEARNED, 2, ContextParallel()),
@@ -81,17 +81,7 @@ MESHES: dict[str, tuple[Any, int, Knob]] = {
 @pytest.mark.parametrize("mesh", first_of([*MESHES]))
 def test_ranks_that_share_out_tokens_train_like_one_process(mesh: str) -> None:
     """With clipped norms, parts, recomputed blocks, and a loss in chunks."""
-    problem, num_ranks, knob = MESHES[mesh]
-    task = InDouble(problem)
-    wanted = train_each(task, MANY, THREE)
-    choices = [{**each, "sharding": knob} for each in MANY]
-    for found in on_ranks(train_each, task, choices, THREE, num_ranks=num_ranks):
-        for one, other in zip(found, wanted, strict=True):
-            error = errors(one, other)
-            assert max(error["losses"], error["gradients"]) < 1e-12
-            assert error["parameters"] < 1e-10
-            norms = [[float(update.grad_norm or 0) for update in each.updates] for each in (one, other)]
-            assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    check_like_one_process(MESHES[mesh], MANY)
 
 
 OTHERS: dict[str, tuple[Choices, float]] = {  # with the largest relative difference of losses

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
-from lowvram.core.knob import Knob, conflicts
+from lowvram.core.knob import conflicts
 from lowvram.core.mesh import data_ranks
 from lowvram.core.probes.splits import How
 from lowvram.core.shards import whole
@@ -29,6 +28,7 @@ from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto
 from tests.hugging import tiny
+from tests.knobs.one_process import Choices, Mesh, check_like_one_process
 from tests.knobs.test_sharding import THREE, errors, measured, train_each
 from tests.knobs.test_sharding_tensor import ENCODERS, FAMILIES, GROUPED, OF_THREE, known_of_family
 from tests.laboratory import CPU, InDouble, knobs_of, named, relative_error, structure_of, train
@@ -37,7 +37,6 @@ from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
-Choices = dict[str, str | Knob]
 OWN_TOKENS = partial(TensorParallel, sequence=True)
 MANY: list[Choices] = [
     {"optimizer": "sgd", "accum": "x2", "stepping": AfterBackward(clip=0.5)},
@@ -46,7 +45,7 @@ MANY: list[Choices] = [
     {"optimizer": "sgd", "tile": "blocks"},
     {"optimizer": "sgd", "depth": "layer_drop"},
 ]
-MESHES: dict[str, tuple[Any, int, Knob]] = {
+MESHES: dict[str, Mesh] = {
     "a row of two": (GROUPED, 2, OWN_TOKENS()),
     "a row of three": (OF_THREE, 3, OWN_TOKENS()),  # 8 tokens: 3, 3 and 2
     "two rows": (GROUPED, 4, OWN_TOKENS(tensor=2)),
@@ -59,17 +58,7 @@ MESHES: dict[str, tuple[Any, int, Knob]] = {
 
 @pytest.mark.parametrize("mesh", first_of([*MESHES]))
 def test_ranks_that_share_out_tokens_between_layers_train_like_one_process(mesh: str) -> None:
-    problem, num_ranks, knob = MESHES[mesh]
-    task = InDouble(problem)
-    wanted = train_each(task, MANY, THREE)
-    choices = [{**each, "sharding": knob} for each in MANY]
-    for found in on_ranks(train_each, task, choices, THREE, num_ranks=num_ranks):
-        for one, other in zip(found, wanted, strict=True):
-            error = errors(one, other)
-            assert max(error["losses"], error["gradients"]) < 1e-12
-            assert error["parameters"] < 1e-10
-            norms = [[float(update.grad_norm or 0) for update in each.updates] for each in (one, other)]
-            assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    check_like_one_process(MESHES[mesh], MANY)
 
 
 @pytest.mark.slow
@@ -150,7 +139,7 @@ def test_transformers_classes_train_like_one_process(kind: str, num_ranks: int) 
         assert max(errors(found, wanted)[what] for what in ("losses", "gradients", "parameters")) < 1e-12
 
 
-WIDTH, LENGTH = 6, 5
+WIDTH, LENGTH, LONG = 6, 5, 20
 NAMED = "sharding.splits={*.a:columns,*.b:rows}"
 
 
@@ -170,6 +159,21 @@ class Averaging(Pair):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.norm(x).mean(1, keepdim=True)
+
+
+class Pooling(Pair):
+    """Reads all tokens between layers that aren't split, where there are many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + x.mean(1, keepdim=True) if x.shape[1] > LONG else x
+
+
+class Reshaping(Pair):
+    """Computes many tokens with other functions, and the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(len(x), -1, WIDTH) if x.shape[1] > LONG else x)
 
 
 class Net(nn.Module):
@@ -219,6 +223,15 @@ def test_a_model_that_reads_other_tokens_between_layers_is_refused() -> None:
     probe = FindSplits(2, splits)
     with pytest.raises(Incompatible, match=r"sharding\.sequence=true: this model doesn't compute the same"):
         known.get(FindOwnTokens(probe))
+
+
+@pytest.mark.parametrize("block", [Pooling, Reshaping])
+def test_a_model_that_computes_long_samples_otherwise_is_refused(block: type[nn.Module]) -> None:
+    """The trial is of short ones."""
+    splits = (("*.a", How.columns), ("*.b", How.rows))
+    task = lowvram.task(Net(block), torch.randn(2, 2 * LONG, WIDTH), token_losses, blocks=block.__name__)
+    with pytest.raises(Incompatible, match=r"sharding\.sequence=true: with 40 tokens this model computes otherwise"):
+        structure_of(task).get(FindOwnTokens(FindSplits(2, splits)))
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto
 from tests.calls import Outcome
 from tests.hugging import tiny, with_weights
+from tests.knobs.one_process import Choices, Mesh, check_like_one_process
 from tests.knobs.test_sharding import THREE, errors, measured, train_each
 from tests.laboratory import (
     CPU,
@@ -49,7 +49,6 @@ from tests.tiers import first_of
 
 pytestmark = pytest.mark.medium
 
-Choices = dict[str, str | Knob]
 GROUPED = Auto().pose(replace(TRANSFORMER, num_heads=4, num_kv_heads=2), TOKENS)
 OF_THREE = Auto().pose(replace(TRANSFORMER, num_heads=3, head_width=4, mlp_width=48), TOKENS)
 MANY: list[Choices] = [
@@ -58,7 +57,7 @@ MANY: list[Choices] = [
     {"optimizer": "sgd", "logits": "chunked"},
     {"optimizer": "sgd", "depth": "layer_drop"},
 ]
-MESHES: dict[str, tuple[Any, int, Knob]] = {
+MESHES: dict[str, Mesh] = {
     "a row of two": (GROUPED, 2, TensorParallel()),
     "a row of three": (OF_THREE, 3, TensorParallel()),
     "two rows": (GROUPED, 4, TensorParallel(tensor=2)),
@@ -75,17 +74,7 @@ MESHES: dict[str, tuple[Any, int, Knob]] = {
 @pytest.mark.parametrize("mesh", first_of([*MESHES]))
 def test_ranks_that_split_layers_train_like_one_process(mesh: str) -> None:
     """Queries, keys and values stand side by side in one layer, in groups of unequal size."""
-    problem, num_ranks, knob = MESHES[mesh]
-    task = InDouble(problem)
-    wanted = train_each(task, MANY, THREE)
-    choices = [{**each, "sharding": knob} for each in MANY]
-    for found in on_ranks(train_each, task, choices, THREE, num_ranks=num_ranks):
-        for one, other in zip(found, wanted, strict=True):
-            error = errors(one, other)
-            assert max(error["losses"], error["gradients"]) < 1e-12
-            assert error["parameters"] < 1e-10
-            norms = [[float(update.grad_norm or 0) for update in each.updates] for each in (one, other)]
-            assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    check_like_one_process(MESHES[mesh], MANY)
 
 
 def test_in_fp32_and_under_autocast_the_losses_stay() -> None:

@@ -11,19 +11,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.config.errors import BadInput, Incompatible, require
-from lowvram.core.generators import same_draws_afterwards
-from lowvram.core.probes.alone import Formats, are_close
+from lowvram.config.errors import Incompatible, require
+from lowvram.core.probes.alone import are_close
 from lowvram.core.probes.splits import Splits
 from lowvram.core.structure import Blocks, Probe, Structure
-from lowvram.knobs.sharding.find_runs import FEW, FindRuns, length_of
+from lowvram.knobs.sharding.find_runs import FEW, FindRuns, check_way, length_of
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.sharding.in_threads import Meeting, on_threads
 from lowvram.knobs.sharding.own_tokens import KEY, split_with_own_tokens
 from lowvram.knobs.sharding.runs import positions_told
 from lowvram.knobs.sharding.runs_row import RunsRow, Way
-from lowvram.knobs.sharding.runs_trial import ALL, Found, Samples
+from lowvram.knobs.sharding.runs_trial import ALL, Found, Samples, is_same_by_trial
 from lowvram.knobs.sharding.split_trial import ThreadRow, parts_in
 
 
@@ -49,7 +47,9 @@ class FindOwnTokens(Probe[Way]):
         few = min(number, FEW * num_ranks + number % num_ranks)
         splits = known.get(self.splits)
         for way in ways(known, inputs):
-            if is_same_with_own_tokens(known, inputs, number, few, splits, num_ranks, way):
+            compare = partial(is_same, splits=splits, num_ranks=num_ranks, way=way)
+            if is_same_by_trial(known, inputs, number, few, compare):
+                check_way(known, inputs, number, few, 1, None, refused)
                 return way
         raise refused("this model doesn't compute the same where ranks have a run of tokens between split layers")
 
@@ -64,31 +64,7 @@ def refused(what: str) -> Incompatible:
     return Incompatible(f"{KEY}=true: {what}: choose {KEY}=false, or sharding=fsdp")
 
 
-def is_same_with_own_tokens(
-    known: Structure, inputs: Any, number: int, few: int, splits: Splits, num_ranks: int, way: Way
-) -> bool:
-    """Whether samples of `few` tokens are computed the same. False also where a trial fails. The model isn't changed.
-
-    Args:
-        inputs: of two samples of `number` tokens.
-    """
-    model = known.model
-    with without_dispatch_modes(), same_draws_afterwards(model), torch.enable_grad(), torch.device("cpu"):
-        for dtype in (torch.float64, torch.float32):  # some code computes in one format whatever its inputs are in
-            try:
-                samples, formats = Samples(known, inputs, number, few, dtype), Formats()
-                with formats:
-                    whole = samples.computed(ALL)
-                if all(each.isfinite().all() for each in whole.outputs):
-                    return is_same(samples, whole, splits, num_ranks, way, formats.eps)
-            except (BadInput, Incompatible):
-                raise
-            except Exception:  # of code that we don't know
-                continue
-    return False
-
-
-def is_same(samples: Samples, whole: Found, splits: Splits, num_ranks: int, way: Way, eps: float) -> bool:
+def is_same(samples: Samples, whole: Found, eps: float, splits: Splits, num_ranks: int, way: Way) -> bool:
     """Whether the ranks' outputs are side by side those of all tokens, and their gradients together: parts of those of
     weights that are split, and sums of all others."""
     blocks = samples.known.get(Blocks()).blocks

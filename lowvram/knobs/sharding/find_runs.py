@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from lowvram.core.probes.stated import HAS_SOFT_TARGETS
 from lowvram.core.structure import Probe, Structure, unless
 from lowvram.knobs.sharding.attention import KEY
 from lowvram.knobs.sharding.runs import has_tokens
-from lowvram.knobs.sharding.runs_trial import Seen, is_same_in_runs, path_of
+from lowvram.knobs.sharding.runs_trial import Seen, is_same_by_trial, is_same_in_runs, path_of
 
 NAMES = ("position_ids", "positions", "input_pos", "pos_ids", "pos")  # usual ones of arguments with positions
 FEW = 7  # tokens of a rank, in a trial
@@ -65,7 +66,8 @@ class FindRuns(Probe[Told | None]):
         require(number >= self.num_ranks, KEY, self.num_ranks, f"at most the {number} tokens of a sample")
         few = min(number, FEW * self.num_ranks + number % self.num_ranks)
         for told in self.candidates(known, inputs):
-            if is_same_in_runs(known, inputs, number, few, self.num_ranks, told):
+            compare = partial(is_same_in_runs, num_ranks=self.num_ranks, told=told)
+            if is_same_by_trial(known, inputs, number, few, compare):
                 check_way(known, inputs, number, few, self.num_ranks, told)
                 return told
         raise refused("this model doesn't compute the same where each rank has a run of each sample's tokens")
@@ -110,9 +112,21 @@ def length_of(known: Structure, inputs: Any, refused: Callable[[str], Incompatib
     return number
 
 
-def check_way(known: Structure, inputs: Any, number: int, few: int, num_ranks: int, told: Told | None) -> None:
+def check_way(
+    known: Structure,
+    inputs: Any,
+    number: int,
+    few: int,
+    num_ranks: int,
+    told: Told | None,
+    refused: Callable[[str], Incompatible] = refused,
+) -> None:
     """Raises Incompatible where the model's code takes another way with samples of the real length than with the few
-    tokens of the trial."""
+    tokens of the trial.
+
+    Args:
+        refused: makes the error of what is wrong.
+    """
 
     def ways(copy: nn.Module, fake: Any) -> list[list[Seen]]:
         return [path_of(known, copy, fake, number, each, ranks, how) for each in (few, number) for ranks, how in kinds]

@@ -89,7 +89,8 @@ class PipelineParallel(DDP):
         require(self.context == 1, "sharding.context", self.context, allowed)
         known = (DEFAULT, *SHARING)
         require(self.copies in known, "sharding.copies", self.copies, f"one of {', '.join(known)}")
-        require(not self.sequence, "sharding.sequence", self.sequence, allowed.replace("1", "false", 1))
+        allowed = "false with sharding=pipeline, whose stages have all tokens of their samples"
+        require(not self.sequence, "sharding.sequence", self.sequence, allowed)
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return super().needs() | self.sharing().needs_always

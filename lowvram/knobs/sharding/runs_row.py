@@ -5,7 +5,7 @@ Shapes: ... samples, t tokens of a sample, s of a rank's run, d features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from lowvram.core.probes.runs import Told
 from lowvram.core.slices import begin_of
 from lowvram.knobs.sharding.row import Row
+
+Exchange = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class Way(NamedTuple):
@@ -94,11 +96,15 @@ class RunsRow(Row):
 
     def read_by_all(self, x: Tensor) -> Tensor:
         """(..., s, d) to (..., t, d)"""
-        return AllTokens.apply(x, self, self.sizes) if self.num_tokens else self._row.read_by_all(x)
+        if not self.num_tokens:
+            return self._row.read_by_all(x)
+        return Exchanged.apply(x, self.gather, self.scatter, self.sizes)
 
     def summed(self, x: Tensor) -> Tensor:
         """(..., t, d) to (..., s, d)"""
-        return OwnTokens.apply(x, self, self.sizes) if self.num_tokens else self._row.summed(x)
+        if not self.num_tokens:
+            return self._row.summed(x)
+        return Exchanged.apply(x, self.scatter, self.gather, self.sizes)
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         return self._row.gather(x, sizes)
@@ -210,29 +216,15 @@ class ProductOfAll(torch.autograd.Function):
         return of_x, None, rows.t() @ x.flatten(0, -2), of_bias, None
 
 
-class AllTokens(torch.autograd.Function):
-    """The tokens of all ranks; the gradients of all ranks are added up, and each gets that of its own tokens."""
+class Exchanged(torch.autograd.Function):
+    """What `there` makes of a rank's tensor, and `back` of its gradient: methods of a row, each the other's inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: RunsRow, sizes: list[int]) -> Tensor:
-        ctx.row, ctx.sizes = row, sizes
-        return row.gather(x, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.row.scatter(gradients[0], ctx.sizes), None, None
-
-
-class OwnTokens(torch.autograd.Function):
-    """The sum over the ranks, of which each gets its own tokens; the inverse of `AllTokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, row: RunsRow, sizes: list[int]) -> Tensor:
-        ctx.row, ctx.sizes = row, sizes
-        return row.scatter(x, sizes)
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange, sizes: list[int]) -> Tensor:
+        ctx.back, ctx.sizes = back, sizes
+        return there(x, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.row.gather(gradients[0], ctx.sizes), None, None
+        return ctx.back(gradients[0], ctx.sizes), None, None, None

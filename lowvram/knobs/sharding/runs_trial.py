@@ -29,15 +29,17 @@ MOST_STACKED = 2**26  # weights of a layer
 ALL = slice(None)
 
 
-def is_same_in_runs(known: Structure, inputs: Any, number: int, few: int, num_ranks: int, told: Told | None) -> bool:
-    """Whether samples of `few` tokens are computed as at once where each rank has a run of them. False also where a
-    trial fails. The model isn't changed.
+def is_same_by_trial(
+    known: Structure, inputs: Any, number: int, few: int, compare: Callable[[Samples, Found, float], bool]
+) -> bool:
+    """Whether samples of `few` tokens are computed as at once. False also where a trial fails. The model isn't changed.
 
     Args:
         inputs: of two samples of `number` tokens.
+        compare: of the samples, what is computed of them at once, and the precision: whether ranks compute the same.
 
     Raises:
-        BadInput, Incompatible: attention can't be had so, and why.
+        BadInput, Incompatible: it can't be had so, and why.
     """
     model = known.model
     with without_dispatch_modes(), same_draws_afterwards(model), torch.enable_grad(), torch.device("cpu"):
@@ -47,7 +49,7 @@ def is_same_in_runs(known: Structure, inputs: Any, number: int, few: int, num_ra
                 with formats:
                     whole = samples.computed(ALL)
                 if all(each.isfinite().all() for each in whole.outputs):
-                    return is_same(samples, whole, num_ranks, told, formats.eps)
+                    return compare(samples, whole, formats.eps)
             except (BadInput, Incompatible):
                 raise
             except Exception:  # of code that we don't know
@@ -142,8 +144,9 @@ class Samples:
         return whole[:, mine]
 
 
-def is_same(samples: Samples, whole: Found, num_ranks: int, told: Told | None, eps: float) -> bool:
-    """Whether the runs' outputs are side by side those of all tokens, and their gradients together."""
+def is_same_in_runs(samples: Samples, whole: Found, eps: float, num_ranks: int, told: Told | None) -> bool:
+    """Whether the outputs of ranks that have a run each are side by side those of all tokens, and their gradients
+    together."""
     ranks = in_threads(samples, num_ranks, told)
     gradients = {name: torch.zeros_like(each) for name, each in whole.gradients.items()}
     for found in ranks:
