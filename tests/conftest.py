@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
@@ -92,6 +93,14 @@ def updates_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             compiled_step(optimizer)
 
     monkeypatch.setattr(low_bit, "compiled_step", eager)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Such as that of offload=parameters: a process that is a rank can't plan for several."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -42,10 +42,7 @@ def start_server() -> None:
 
 @contextmanager
 def one_rank_alone() -> Iterator[None]:
-    """Inside it this process is the only rank of a group of its own, which may have a mesh, whatever group an earlier
-    test has left."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Inside it this process is the only rank of a group of its own, which may have a mesh."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -23,6 +23,7 @@ from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
 from lowvram.cli.swept_fields import with_fields_of_swept
+from lowvram.compat.threads import start_or_fail
 from lowvram.config import memory_limits, thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
@@ -32,7 +33,6 @@ from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.launcher import note_token
 from lowvram.launch.stop import stop_signals
-from lowvram.launch.threads import start_or_fail
 from lowvram.launch.torchrun import aside, end_with_agent, is_ended_with_first, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs

@@ -96,8 +96,6 @@ def keep_own_part(optimizer: Optimizer) -> None:
     """Have an optimizer that updates some of a model's parameters save their states by their places among all of them,
     and load of a whole state what belongs to them; around its own methods, which may look at all that they are given. A
     collective of the pipeline's ranks."""
-    if not has_places(optimizer):
-        return
     check_groups(optimizer)
     save, load = optimizer.state_dict, optimizer.load_state_dict
     optimizer.state_dict = lambda: _by_place(optimizer, save())
@@ -116,10 +114,6 @@ def check_groups(optimizer: Optimizer) -> None:
             f"sharding=pipeline: {type(optimizer).__name__} has other groups of parameters for other stages of the"
             " model: choose another optimizer, or sharding=fsdp"
         )
-
-
-def has_places(optimizer: Optimizer) -> bool:
-    return all(place_of(each) is not None for group in optimizer.param_groups for each in group[PARAMS])
 
 
 def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

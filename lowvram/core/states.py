@@ -29,6 +29,7 @@ from lowvram.core.shards import (
     is_sharded,
     is_unevenly_split,
     local,
+    place_of,
     placed,
     reshard,
     row_order,
@@ -233,7 +234,8 @@ def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         optimizer.register_step_post_hook(_mark_state)
     if all(map(host.holds, parameters)):
         optimizer.step = _on_host(optimizer.step)
-    keep_own_part(optimizer)
+    if all(place_of(each) is not None for each in parameters):
+        keep_own_part(optimizer)
 
 
 def keep_own_settings(optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowvram.compat.threads import start_or_fail
 from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_FAILED
@@ -28,7 +29,6 @@ from lowvram.launch.events import BY_PIPE, encoded, is_heard, write_all
 from lowvram.launch.native_log import native_log
 from lowvram.launch.spec import PointSpec
 from lowvram.launch.supervisor import STOPS, Outlets
-from lowvram.launch.threads import start_or_fail
 from lowvram.launch.torchrun import Launch
 from lowvram.loops.session import Interrupted
 from lowvram.results import metric_lines

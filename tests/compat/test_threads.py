@@ -8,8 +8,7 @@ from threading import Thread
 
 import pytest
 
-from lowvram.compat.threads import started_event
-from lowvram.launch.threads import start_or_fail
+from lowvram.compat.threads import start_or_fail, started_event
 from tests.compat.sentences import needed
 
 BY = "a program under ulimit -d, which would wait for ever"

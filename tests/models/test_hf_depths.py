@@ -12,7 +12,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.transforms import GrowthKind
-from lowvram.models import hf, hf_depths
+from lowvram.models import hf_depths, hf_remade
 from lowvram.models.growth import Grown, Source, copied_tensors, values_of
 from lowvram.models.hf import HfConfig
 from lowvram.models.hf_depths import candidates, find_depth, is_longer, lists_of
@@ -163,9 +163,9 @@ def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pyte
     model: Any = trained(HfConfig(with_weights("gpt2"))).model
     weights, of_blocks = (sum(each.numel() for each in part.parameters()) for part in (model, model.transformer.h))
     for factor, needed in ((2, 8 * weights), (3, 4 * (weights + 2 * of_blocks))):
-        monkeypatch.setattr(hf, "free_host_bytes", lambda needed=needed: needed)
+        monkeypatch.setattr(hf_remade, "free_host_bytes", lambda needed=needed: needed)
         assert deeper("gpt2", IDENTITY, factor)[2].tensors
-        monkeypatch.setattr(hf, "free_host_bytes", lambda needed=needed: needed - 1)
+        monkeypatch.setattr(hf_remade, "free_host_bytes", lambda needed=needed: needed - 1)
         with pytest.raises(BadInput, match=r"^model\.name=.*: must be a model small enough for the host's free memory"):
             deeper("gpt2", IDENTITY, factor)
     assert deeper("gpt2", STACK)[2].config.args == {"n_layer": 6}  # nothing is to be proven
