@@ -50,7 +50,12 @@ RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and 
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
 TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
-CHOSEN = {("ckpt", "auto"): "ckpt.blocks=[0,1]"}  # by hand: a budget, on a CPU a limit of malloc's, costs time itself
+CHOSEN = {
+    ("ckpt", "auto"): "ckpt.blocks=[0,1]",  # by hand: a budget, on a CPU a limit of malloc's, costs time itself
+    ("sharding", "tensor"): "sharding.ranks=3",  # the Transformer has three heads
+    ("sharding", "context"): "sharding.ranks=3",
+    ("sharding", "pipeline"): "accum=x2",  # two stages take turns
+}
 FURTHER = {
     ("sharding", "fsdp"): [
         ("sharding.ranks=4",),
@@ -157,15 +162,11 @@ def words_of(option: Choice | None) -> list[str]:
     """The option, with what it needs beside it."""
     if option is None:
         return []
-    given = {word.partition("=")[0] for word in option.fields}
-    beside = [word for fact, word in COMPANIONS.items() if fact in option.knob.needs()]
     chosen = CHOSEN.get((option.group, option.option))
-    return [
-        f"{option.group}={option.option}",
-        *([chosen] if chosen else []),
-        *option.fields,
-        *(word for word in beside if word.partition("=")[0] not in given),
-    ]
+    words = [f"{option.group}={option.option}", *([chosen] if chosen else []), *option.fields]
+    given = {word.partition("=")[0] for word in words}
+    beside = [word for fact, word in COMPANIONS.items() if fact in option.knob.needs()]
+    return [*words, *(word for word in beside if word.partition("=")[0] not in given)]
 
 
 def machine(row: Row) -> dict[str, Any]:
