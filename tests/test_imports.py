@@ -39,6 +39,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = ("cli.", "runs.", "launch.", "results.", "config.", "table.", "report.", "planning.memory.")
 TORCH_FREE_MODULES = {
     "compat.hydra",
+    "compat.threads",
     "compat.torch_compiler",
     "fidelity.band",
     "fidelity.client",
@@ -194,6 +195,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     assert {name for name in SOURCES if calls(name, "backward")} == {
         "compat.torch_pipelining",  # asks what stands in the next line
         "knobs.sharding.pipeline_run",  # asks the stepper
+        "knobs.sharding.held_back",  # of a weight alone: adds what a stepper's backward pass has left for later
         "core.phases",  # a stepper around another, with marks
         "core.rig",  # asks the stepper
         "core.stepper",  # one around another

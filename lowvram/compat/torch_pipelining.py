@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    schedules,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lowvram.compat.torch_fake import is_fake
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-OF_SEVERAL = frozenset({"interleaved"})  # those for several stages on each rank
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+OF_ONE = frozenset({"gpipe", "1f1b"})  # those for one stage on each rank
+OF_SEVERAL = frozenset({"interleaved"})  # those for several ones; others take any number
 
 
 class Work(ABC):
@@ -34,8 +46,16 @@ class Work(ABC):
         """What the stage hands on; of the last one the loss (0-dim). None is received by the first stage."""
 
     @abstractmethod
-    def backward(self, part: int, made: Tensor, gradient: Tensor | None) -> None:
-        """The backward pass from what `forward` has made, given its gradient; None for the last stage."""
+    def backward(self, part: int, made: Tensor, gradient: Tensor | None, holds_back: bool) -> None:
+        """The backward pass from what `forward` has made, given its gradient; None for the last stage.
+
+        Args:
+            holds_back: whether gradients of weights may be left to `weights`, which is then called later.
+        """
+
+    @abstractmethod
+    def weights(self, part: int) -> None:
+        """Compute the gradients that `backward` has held back."""
 
 
 def schedule_of(name: str, stages: Sequence[PartsStage], num_parts: int) -> Any:
@@ -44,7 +64,7 @@ def schedule_of(name: str, stages: Sequence[PartsStage], num_parts: int) -> Any:
     The logger of torch.distributed.pipelining.schedules, since 2.4, tells a plan of all steps beside an error. Replaced
     by a setting, if torch makes one.
     """
-    whole: Any = stages[0] if name not in OF_SEVERAL else list(stages)
+    whole: Any = stages[0] if name in OF_ONE else list(stages)
     logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
     return SCHEDULES[name](whole, num_parts, loss_fn=lambda made, _: made, scale_grads=False)
 
@@ -70,18 +90,28 @@ class PartsStage(_PipelineStageBase):
         work: what it does.
         index: of this stage, among `num_stages`.
         group: the ranks of the pipeline.
+        arrived: where the schedule waits for no message that it has sent until the end: by part, those whose gradients
+            have arrived at the stage before when that hands on this part. None: it waits for each.
     """
 
-    def __init__(self, work: Work, index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        work: Work,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        arrived: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         super().__init__(nn.Identity(), index, num_stages, device, group)
-        self.work = work
+        self.work, self.arrived = work, arrived
         self.args_recv_info, self.grad_recv_info = {0: ()}, {0: ()}  # which schedules look at
         self.received: dict[int, Tensor] = {}
         self.made: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}  # of what was made
         self.returned: dict[int, Tensor | None] = {}  # the gradients of what was received
         self.sent: dict[int, Tensor] = {}  # shares memory with what was made
-        self.sent_back: list[Tensor] = []  # what messages hold that nobody waits for until the end
+        self.sent_back: dict[int, Tensor] = {}  # what messages hold that nobody waits for until the end
 
     def clear_runtime_states(self) -> None:
         for each in (self.received, self.made, self.gradients, self.returned, self.sent, self.sent_back):
@@ -101,6 +131,12 @@ class PartsStage(_PipelineStageBase):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: whoever runs the schedule sums gradients."""
+
+    @staticmethod
+    def let_go(sent: Tensor | None) -> None:
+        """Free the memory of what has arrived: schedules keep messages, and these hold it."""
+        if sent is not None and not is_fake(sent):
+            sent.set_(sent.new_empty(0).untyped_storage())
 
     def to(self, stage: int, operation: Any, tensor: Tensor) -> list[dist.P2POp]:
         """The message to, or from, another stage."""
@@ -130,8 +166,8 @@ class PartsStage(_PipelineStageBase):
             return []
         gradient = self.returned.pop(bwd_chunk_id)
         assert gradient is not None
-        if self.num_stages > self.group_size:
-            self.sent_back.append(gradient)
+        if self.arrived is not None:
+            self.sent_back[bwd_chunk_id] = gradient
         return self.to(self.stage_index - 1, dist.isend, gradient)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
@@ -145,16 +181,20 @@ class PartsStage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Tensor:
         received = self.received.get(fwd_chunk_id)
+        for part in (self.arrived or {}).get(fwd_chunk_id, ()):
+            self.let_go(self.sent_back.pop(part, None))
         made = self.work.forward(fwd_chunk_id, None if received is None else received.requires_grad_())
         self.made[fwd_chunk_id] = made
         return made.detach() if self.is_last else made  # schedules keep losses, and with them what they came from
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
-        sent = self.sent.pop(bwd_chunk_id, None)
-        if sent is not None and not is_fake(sent):  # it has arrived, and gloo's messages, which schedules keep, hold it
-            sent.set_(sent.new_empty(0).untyped_storage())
-        self.work.backward(bwd_chunk_id, self.made.pop(bwd_chunk_id), self.gradients.pop(bwd_chunk_id, None))
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **named: Any) -> None:
+        self.let_go(self.sent.pop(bwd_chunk_id, None))
+        made, gradient = self.made.pop(bwd_chunk_id), self.gradients.pop(bwd_chunk_id, None)
+        self.work.backward(bwd_chunk_id, made, gradient, holds_back=not full_backward)
         received = self.received.pop(bwd_chunk_id, None)
         if received is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
             self.returned[bwd_chunk_id] = gradient.contiguous()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
+        self.work.weights(bwd_chunk_id)

@@ -129,10 +129,9 @@ class Knob(ABC):
         del num_steps
         return self
 
-    def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
-        """If a plan is to choose the blocks that this knob treats: the knob that treats those with these numbers, and
-        takes the less time the fewer they are. None: there is nothing to choose."""
-        del blocks
+    def left_to_plan(self) -> str | None:
+        """The name of the field, None so far, that a plan is to choose; None: there is nothing to choose. One of
+        `lowvram.planning.choice.CHOOSERS`."""
         return None
 
     def num_parts(self) -> int:

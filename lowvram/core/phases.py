@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -17,7 +17,7 @@ BETWEEN = "between"
 
 
 class Marks(ABC):
-    """Receives the phases "forward", "backward" and "update" as they begin."""
+    """Receives the phases "forward", "backward", "weights" and "update" as they begin."""
 
     @abstractmethod
     def mark(self, label: str) -> None:
@@ -43,7 +43,7 @@ def with_phases(rig: Rig, marks: Marks) -> Rig:
 
 @final
 class MarkingStepper(StepperAround):
-    """Marks the backward passes and the update of the stepper inside."""
+    """Marks the backward passes, what these leave for later, and the update of the stepper inside."""
 
     def __init__(self, inner: Stepper, marks: Marks) -> None:
         super().__init__(inner)
@@ -52,6 +52,10 @@ class MarkingStepper(StepperAround):
     def backward(self, loss: Tensor) -> None:
         with self.marks.lap("backward"):
             self.inner.backward(loss)
+
+    def rest(self, compute: Callable[[], None]) -> None:
+        with self.marks.lap("weights"):
+            self.inner.rest(compute)
 
     def update(self) -> Update:
         with self.marks.lap("update"):

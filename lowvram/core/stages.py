@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.derived import named_like
 from lowvram.core.mesh import Ranks
 from lowvram.core.shards import local, set_place
 from lowvram.core.trainable import ever_trains
@@ -50,12 +52,20 @@ class PipelineStage:
     is_last: bool
 
 
+class Way(Enum):
+    """What a stage computes of a part."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    WEIGHTS = auto()  # gradients of weights that the backward pass has held back
+
+
 class Pass(NamedTuple):
-    """A forward or a backward pass of a part through a stage."""
+    """A pass of a part through a stage."""
 
     stage: int
     part: int
-    is_backward: bool
+    way: Way
 
 
 @final
@@ -176,9 +186,7 @@ def staged_kind(kind: type[nn.Module]) -> type[nn.Module]:
         def __call__(self, *given: Any, **named: Any) -> Any:
             return self.stages.through(self.number, super().__call__, given, named)
 
-    Staged.__name__ = Staged.__qualname__ = kind.__name__
-    Staged.__module__ = kind.__module__
-    return Staged
+    return named_like(Staged, kind)
 
 
 @cache
@@ -201,9 +209,7 @@ def ending_kind(kind: type[nn.Module]) -> type[nn.Module]:
                 self.stages.has_ended = True
                 return ends.made
 
-    Ending.__name__ = Ending.__qualname__ = kind.__name__
-    Ending.__module__ = kind.__module__
-    return Ending
+    return named_like(Ending, kind)
 
 
 def put_in_stages(model: nn.Module, blocks: Sequence[nn.Module], stages: Stages) -> None:

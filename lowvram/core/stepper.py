@@ -58,6 +58,10 @@ class Stepper(ABC):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one part."""
 
+    def rest(self, compute: Callable[[], None]) -> None:
+        """Compute gradients that the backward pass of a part has left for later."""
+        compute()
+
     def sink_of(self, parameter: Tensor) -> GradientSink | None:
         """Where the running backward pass may add the parameter's gradient a few rows at a time; None if the whole
         gradient is needed."""
@@ -106,6 +110,9 @@ class StepperAround(Stepper):
 
     def backward(self, loss: Tensor) -> None:
         self.inner.backward(loss)
+
+    def rest(self, compute: Callable[[], None]) -> None:
+        self.inner.rest(compute)
 
     def sink_of(self, parameter: Tensor) -> GradientSink | None:
         return self.inner.sink_of(parameter)

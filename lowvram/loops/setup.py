@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -120,24 +120,36 @@ def check_batch_warmup(settings: Settings, num_ranks: int) -> None:
     require(settings.groups["loader"].takes_any_sizes, "schedule.batch_start", start, allowed)
 
 
-def undecided(settings: Settings) -> str | None:
-    """The group whose knob leaves a choice of blocks to a plan that hasn't been made; None if there is none."""
-    return next((group for group in KNOB_GROUPS if settings.groups[group].with_blocks(()) is not None), None)
+class LeftToPlan(NamedTuple):
+    """What a knob leaves to a plan."""
+
+    group: str
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.field}"
+
+
+def undecided(settings: Settings) -> LeftToPlan | None:
+    """What is left to a plan that hasn't been made; None if there is nothing. Raises BadInput if two knobs leave it
+    something."""
+    found = [LeftToPlan(group, field) for group in KNOB_GROUPS if (field := settings.groups[group].left_to_plan())]
+    if len(found) > 1:
+        raise BadInput(str(found[1]), None, f"given, as the plan chooses {found[0]}, and can't choose both")
+    return found[0] if found else None
 
 
 def check_decided(settings: Settings, device: torch.device) -> None:
     """Raises BadInput if no plan has chosen what a knob leaves to it."""
-    if group := undecided(settings):
-        require_budget(group, settings.vram_bytes or device.type == "cuda")
-        allowed = "a list of numbers of blocks, such as [0, 1], as no plan has chosen them"
-        raise BadInput(f"{group}.blocks", None, f"{allowed} (process=child plans; mode=plan says why it can't)")
+    if left := undecided(settings):
+        require_budget(left, settings.vram_bytes or device.type == "cuda")
+        allowed = "a list of numbers, such as [0, 1], as no plan has chosen them"
+        raise BadInput(str(left), None, f"{allowed} (process=child plans; mode=plan says why it can't)")
 
 
-def require_budget(group: str, is_known: int | bool | None) -> None:
-    """Raises BadInput if there is no budget for which a plan could choose the blocks of a group's knob."""
-    allowed = (
-        f"a budget, such as 8GiB, for a plan to choose {group}.blocks, unless it is for a card whose memory is known"
-    )
+def require_budget(left: LeftToPlan, is_known: int | bool | None) -> None:
+    """Raises BadInput if there is no budget for which a plan could choose what is left to it."""
+    allowed = f"a budget, such as 8GiB, for a plan to choose {left}, unless it is for a card whose memory is known"
     require(bool(is_known), "vram", None, allowed)
 
 

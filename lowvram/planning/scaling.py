@@ -32,8 +32,8 @@ from lowvram.core.fact import ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage, conflicts, model_facts, passes_of
 from lowvram.core.slices import most_in_slice
-from lowvram.core.stages import Pass
-from lowvram.core.structure import Blocks, lacking
+from lowvram.core.stages import Pass, Way
+from lowvram.core.structure import Blocks, Structure, lacking
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target
@@ -68,6 +68,7 @@ class InTurns(NamedTuple):
 
     num_ranks: int
     num_ahead: int  # forward passes before the one that the first backward pass follows
+    num_waiting: int = 0  # backward passes before the one that the first gradients of weights follow
 
 
 class Split(NamedTuple):
@@ -94,7 +95,8 @@ class Split(NamedTuple):
         """The parts that `shortest` leaves out."""
         short = self.shortest()
         if self.in_turns is not None:
-            of_sizes = [Omitted(self.parts - short.parts, self.in_turns.num_ahead + MORE_PARTS, short.parts)]
+            like = self.in_turns.num_ahead + self.in_turns.num_waiting + MORE_PARTS
+            of_sizes = [Omitted(self.parts - short.parts, like, short.parts)]
         elif not self.num_larger:
             of_sizes = [Omitted(self.parts - short.parts, MIDDLE_PART, short.parts)]
         else:
@@ -119,7 +121,7 @@ class Omitted(NamedTuple):
     last: int  # the last part of that size: their losses are alive by then
 
 
-Structure = tuple[tuple[str, ...], Split]  # the knobs that a trace depends on, and the parts traced
+TraceKey = tuple[tuple[str, ...], Split]  # the knobs that a trace depends on, and the parts traced
 
 
 @dataclass
@@ -137,7 +139,7 @@ class TraceScaler:
 
     def __init__(self, problem: Problem, target: Target, cache: TraceCache | None = None) -> None:
         self.problem, self.target, self.cache = problem, target, cache
-        self.known: dict[Structure, KnownTraces] = defaultdict(KnownTraces)
+        self.known: dict[TraceKey, KnownTraces] = defaultdict(KnownTraces)
         self.lacked: dict[frozenset[ModelFact], dict[ModelFact, str]] = {}  # by the facts asked for
 
     def trace(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> ScaledTrace:
@@ -174,9 +176,12 @@ class TraceScaler:
         """None where the target's rank has several stages, or begins all parts before its first backward pass."""
         num_ranks = self.target.row.pipeline
         order = passes[self.target.rank // (self.target.num_ranks // num_ranks)]
-        first = next(number for number, each in enumerate(order) if each.is_backward)
-        is_alone = len({each.stage for each in order}) == 1
-        return InTurns(num_ranks, first - 1) if is_alone and 2 * first < len(order) else None
+        ways = [each.way for each in order]
+        num_ahead = ways.index(Way.BACKWARD) - 1
+        if len({each.stage for each in order}) > 1 or num_ahead + 1 == ways.count(Way.FORWARD):
+            return None
+        before_weights = ways[: ways.index(Way.WEIGHTS)] if Way.WEIGHTS in ways else []
+        return InTurns(num_ranks, num_ahead, max(0, before_weights.count(Way.BACKWARD) - 1))
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
@@ -191,10 +196,14 @@ class TraceScaler:
         """Those of the facts that the model lacks."""
         if asked not in self.lacked:
             with fake_tensors(self.target):
-                known = self.problem.structure(bare_model(self.problem))
+                known = self.known_model()
                 known.get(Blocks())  # raises BadInput if there are none of the class that the user names
                 self.lacked[asked] = lacking(known, asked)
         return self.lacked[asked]
+
+    def known_model(self) -> Structure:
+        """What is known of the model, as it is before knobs change it."""
+        return self.problem.structure(bare_model(self.problem))
 
     def line(self, known: KnownTraces, knobs: Mapping[str, Knob], split: Split, samples: int) -> Line | str:
         """A line between two traces that covers `samples` samples of a part; or why there is none."""

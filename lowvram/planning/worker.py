@@ -21,6 +21,7 @@ from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
 from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.setup import (
+    LeftToPlan,
     acting_allocator,
     can_replace,
     open_data,
@@ -31,7 +32,7 @@ from lowvram.loops.setup import (
 )
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
-from lowvram.planning.choice import Attempt, choose_blocks, decide
+from lowvram.planning.choice import CHOOSERS, About, Attempt, decide
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, Pipeline, PlanDevice, needs
 from lowvram.planning.scaling import ScaledTrace, TraceScaler
@@ -101,24 +102,34 @@ class Planner:
         plan_device = replace(plan_device, link_of_plan=settings.plan.link_bytes_per_s)
         if choices.get("mode") == TEACH:
             raise CantPlan(f"plans are of training, and mode={TEACH} trains nothing")
-        group = undecided(settings)
-        if group is None:
+        left = undecided(settings)
+        if left is None:
             return self.planned_as_is(settings, choices, plan_device)
         budget = settings.vram_bytes or (plan_device.device.is_cuda and plan_device.device.memory_bytes)
-        require_budget(group, budget)
+        require_budget(left, budget)
         attempts: dict[tuple[int, ...], Attempt] = {}
 
-        def attempt(blocks: tuple[int, ...]) -> Attempt:
-            if blocks not in attempts:
-                decided = decide(settings, group, blocks)
+        def attempt(numbers: tuple[int, ...]) -> Attempt:
+            if numbers not in attempts:
+                decided = decide(settings, left, numbers)
                 fields = self.planned_as_is(decided, choices, plan_device)
-                fields["plan"]["chosen"] = {group: {"blocks": list(blocks)}}
-                attempts[blocks] = Attempt(fields, self.traced(decided, choices, plan_device.target).trace)
-            return attempts[blocks]
+                fields["plan"]["chosen"] = {left.group: {left.field: list(numbers)}}
+                stages = self.stages(decided, choices, plan_device.target)
+                attempts[numbers] = Attempt(fields, [each.trace for each in stages])
+            return attempts[numbers]
 
-        names = block_names(self.problem(settings), named_knobs(settings, choices))
+        return CHOOSERS[left.field](self.about_choice(settings, choices, plan_device, left), attempt)
+
+    def about_choice(
+        self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice, left: LeftToPlan
+    ) -> About:
+        """What a choice needs to know of a point."""
+        problem, knobs = self.problem(settings), named_knobs(settings, choices)
+        passes = passes_of(knobs.values(), plan_device.row, settings.groups["accum"].parts)
+        num_stages = 1 if passes is None else 1 + max(each.stage for order in passes for each in order)
         rates = self.with_rates(plan_device, settings, choices).rates or DataSheet(plan_device.device)
-        return choose_blocks(names, attempt, rates)
+        known = self.scaler(problem, plan_device.target).known_model()
+        return About(settings.groups[left.group], known, block_names(problem, knobs), num_stages, rates)
 
     def planned_as_is(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         """As `planned`, where nothing is left to choose."""

@@ -19,8 +19,21 @@ from lowvram.search.space import Option, changed_values
 
 SHARDING, ACCUM = "sharding", "accum"
 MOST_NUMBERS = 3  # of parts that are tried with a pipeline: the smallest that it can have
-STAGES_OF_EACH = 2  # ranks, with schedule=interleaved
-SHARED = ("zero1", "fsdp")  # copies of a pipeline's stages
+
+
+class Schedule(NamedTuple):
+    """An order of parts that is tried with a pipeline."""
+
+    values: Mapping[str, Any]  # of sharding=pipeline
+    stages: int = 1  # of each rank
+    copies: tuple[str, ...] = ("zero1", "fsdp")  # what several pipelines may do with those of a stage
+
+
+SCHEDULES = (
+    Schedule({}),
+    Schedule({"schedule": "interleaved", "stages": 2}, 2),
+    Schedule({"schedule": "zero_bubble"}, copies=("zero1",)),  # with whole layers alone
+)
 
 
 class Mesh(NamedTuple):
@@ -158,10 +171,9 @@ def pipelines(num_stages: int, tensor: int, num_ranks: int, parts: list[int]) ->
     is_whole = num_stages * tensor == num_ranks
     values = {} if is_whole else {"pipeline": num_stages}
     values |= {} if tensor == 1 else {"tensor": tensor}
-    schedules = {1: {}, STAGES_OF_EACH: {"schedule": "interleaved", "stages": STAGES_OF_EACH}}
-    for stages_of_each, schedule in schedules.items():
-        enough = [number for number in parts if number >= num_stages * stages_of_each]
+    for schedule in SCHEDULES if tensor == 1 else SCHEDULES[:-1]:
+        enough = [number for number in parts if number >= num_stages * schedule.stages]
         for number in enough[:MOST_NUMBERS]:
-            yield Mesh("pipeline", {**values, **schedule}, str(number))
-            if not is_whole:
-                yield from (Mesh("pipeline", {**values, **schedule, "copies": each}, str(number)) for each in SHARED)
+            yield Mesh("pipeline", {**values, **schedule.values}, str(number))
+            for copies in () if is_whole else schedule.copies:
+                yield Mesh("pipeline", {**values, **schedule.values, "copies": copies}, str(number))

@@ -207,7 +207,7 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
         return "lossy: search.lossy=true tries it"
     if knob.chosen_by_user:
         return "it decides what is learnt: choose it yourself"
-    if knob.with_blocks(()) is not None:
+    if knob.left_to_plan() is not None:
         return "it takes several plans: choose it yourself"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
     parts, num_samples = (

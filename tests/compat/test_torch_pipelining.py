@@ -10,7 +10,7 @@ from tests.compat.sentences import needed
 from tests.ranks import one_rank_alone
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_schedule_calls_what_a_stage_is_to_do(name: str) -> None:
     told(name)
 
@@ -32,10 +32,16 @@ def told(name: str) -> None:
             done.append(f"forward {part}")
             return (2 * weight).sum()
 
-        def backward(self, part: int, made: Tensor, gradient: Tensor | None) -> None:
+        def backward(self, part: int, made: Tensor, gradient: Tensor | None, holds_back: bool) -> None:
             assert gradient is None
+            assert holds_back == (name == "zero_bubble")
             done.append(f"backward {part}")
+            if not holds_back:
+                done.append(f"weights {part}")
             made.backward()
+
+        def weights(self, part: int) -> None:
+            done.append(f"weights {part}")
 
     with one_rank_alone():
         group = dist.group.WORLD
@@ -45,6 +51,7 @@ def told(name: str) -> None:
             run_schedule(schedule_of(name, [stage], 3), 3)
     assert weight.grad is not None
     assert weight.grad.tolist() == [12.0, 12.0]
-    assert sorted(done) == sorted(2 * [f"{what} {part}" for what in ("forward", "backward") for part in range(3)])
+    ways = "forward", "backward", "weights"
+    assert sorted(done) == sorted(2 * [f"{way} {part}" for way in ways for part in range(3)])
     last = done.index("forward 2")
-    assert ("backward 0" in done[:last]) == (name == "1f1b")
+    assert ("weights 0" in done[:last]) == (name != "gpipe")

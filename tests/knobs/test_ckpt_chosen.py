@@ -26,9 +26,9 @@ def test_these_blocks_are_recomputed(blocks: list[int] | None, treated: list[int
 
 
 def test_a_plan_chooses_only_what_was_not_typed() -> None:
-    assert RecomputeChosen().with_blocks((0, 2)) == RecomputeChosen([0, 2])
-    assert RecomputeChosen([1]).with_blocks((0, 2)) is None
-    assert RecomputeEvery().with_blocks(()) is None
+    assert RecomputeChosen().left_to_plan() == "blocks"
+    assert RecomputeChosen([1]).left_to_plan() is None
+    assert RecomputeEvery().left_to_plan() is None
 
 
 def test_every_block_is_no_advice_to_who_leaves_the_choice_to_a_plan() -> None:

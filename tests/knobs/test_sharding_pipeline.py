@@ -34,7 +34,9 @@ from lowvram.knobs.sharding import PipelineParallel
 from lowvram.knobs.sharding.boundaries import Boundaries
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
+from lowvram.knobs.sharding.held_back import holding_kind
 from lowvram.knobs.sharding.own_tokens import cutting_kind, gathering_kind
+from lowvram.knobs.sharding.split_layers import summed_kind
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.hf import HfConfig
 from lowvram.planning.target import Target
@@ -75,7 +77,15 @@ PIPELINES: dict[str, tuple[Any, int, Knob]] = {
     "two stages, gpipe": (DEEP, 2, PipelineParallel(schedule="gpipe")),
     "three stages": (DEEP, 3, PipelineParallel()),
     "two stages each": (DEEP, 2, PipelineParallel(schedule="interleaved", stages=2)),
+    "two stages that hold back": (DEEP, 2, PipelineParallel(schedule="zero_bubble")),
+    "two stages each that hold back": (DEEP, 2, PipelineParallel(schedule="zero_bubble", stages=2)),
     "two rows": (DEEP, 4, PipelineParallel(pipeline=2)),
+    "two rows that hold back": (DEEP, 4, PipelineParallel(pipeline=2, schedule="zero_bubble")),
+    "two rows that hold back and share out states": (
+        DEEP,
+        4,
+        PipelineParallel(pipeline=2, schedule="zero_bubble", copies="zero1"),
+    ),
     "two rows that share out states": (DEEP, 4, PipelineParallel(pipeline=2, copies="zero1")),
     "two rows of two stages each": (
         DEEP,
@@ -129,12 +139,15 @@ def test_other_models_do_too(kind: str) -> None:
     On the last rank tied embeddings are there once more."""
     config = HfConfig(tiny(kind)) if kind != "resnet" else RESNET
     task = InDouble(Auto().pose(config, spec_for(config) if isinstance(config, HfConfig) else IMAGES))
+    held_back = PipelineParallel(schedule="zero_bubble")
     choices: list[Choices] = [
-        {"optimizer": "sgd", "accum": Parts(2), "stepping": AfterBackward(clip=0.5)},
-        {"optimizer": "adamw", "accum": Parts(3), "ckpt": "every1"},
+        {"optimizer": "sgd", "accum": Parts(2), "stepping": AfterBackward(clip=0.5), "sharding": PipelineParallel()},
+        {"optimizer": "adamw", "accum": Parts(3), "ckpt": "every1", "sharding": PipelineParallel()},
+        {"optimizer": "sgd", "accum": Parts(2), "sharding": held_back},
+        {"optimizer": "adamw", "accum": Parts(2), "ckpt": "every1", "sharding": held_back},
     ]
-    wanted = train_each(task, choices, [12, 12])
-    found = on_ranks(train_each, task, [{**each, "sharding": PipelineParallel()} for each in choices], [12, 12])
+    wanted = train_each(task, [{**each, "sharding": "none"} for each in choices], [12, 12])
+    found = on_ranks(train_each, task, choices, [12, 12])
     for each, one in zip(wanted, zip(*found, strict=True), strict=True):
         error = errors(together([*one], RowShape(pipeline=2)), each)
         assert max(error["losses"], error["gradients"], error["buffers"]) < 1e-12
@@ -171,7 +184,7 @@ def test_no_stage_of_a_rank_takes_those_of_the_other_for_weights_that_nothing_ha
 
 def test_hints_of_a_models_new_classes_can_be_read() -> None:
     """As transformers does with each subclass of its models, in the module that the class names."""
-    for kind_of in (staged_kind, ending_kind, gathering_kind, cutting_kind):
+    for kind_of in (staged_kind, ending_kind, gathering_kind, cutting_kind, summed_kind, holding_kind):
         assert kind_of(nn.Linear).__module__ == nn.Linear.__module__
         assert get_type_hints(kind_of(nn.Linear))["in_features"] is int
 
@@ -368,7 +381,7 @@ def measured_peaks(choices: Choices, num_samples: int = 32) -> Peak:
     return peak_as_measured(DEEP, knobs_of(**choices), num_samples)
 
 
-@pytest.mark.parametrize("name", first_of(["1f1b", "gpipe", "interleaved"]))
+@pytest.mark.parametrize("name", first_of(["1f1b", "zero_bubble", "gpipe", "interleaved"], 2))
 def test_each_stage_takes_its_share_and_what_is_planned(name: str) -> None:
     knob = PipelineParallel(schedule=name, stages=2 if name == "interleaved" else 1)
     choices: Choices = {"optimizer": "adamw", "accum": Parts(4), "sharding": knob}

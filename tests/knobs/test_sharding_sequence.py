@@ -74,6 +74,7 @@ def activations(choices: Choices) -> int:
     return measured(choices)[0].by_kind_max[Kind.ACTIVATIONS]
 
 
+@pytest.mark.slow
 def test_it_saves_activations() -> None:
     """All but the inputs of split layers, and what is between these, which is split already."""
     split, own = (on_ranks(activations, {"sharding": knob})[0] for knob in (TensorParallel(), OWN_TOKENS()))
@@ -151,7 +152,7 @@ class Pair(nn.Module):
         self.norm, self.a, self.b = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(self.a(self.norm(x)).tanh())
+        return x + self.b(self.a(self.norm(x)).tanh_())
 
 
 class Averaging(Pair):

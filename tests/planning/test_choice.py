@@ -157,7 +157,7 @@ def test_a_run_computes_what_its_plan_has_chosen(call: Call) -> None:
     ("words", "sentence"),
     [
         ((), "vram=null: must be a budget, such as 8GiB, for a plan to choose ckpt.blocks"),
-        (("vram=60MiB", "process=inline"), "ckpt.blocks=null: must be a list of numbers of blocks, such as [0, 1]"),
+        (("vram=60MiB", "process=inline"), "ckpt.blocks=null: must be a list of numbers, such as [0, 1]"),
         (("vram=60MiB", "ckpt.blocks=[0,7]"), "ckpt.blocks=[0, 7]: must be numbers from 0 to 0, as this model has 1"),
     ],
     ids=str,

@@ -79,23 +79,27 @@ def test_prices_are_those_of_direct_traces(
     assert num_traced() == 4
 
 
-@pytest.mark.parametrize("parts", [6, 9])
-def test_a_pipeline_of_many_parts_is_that_of_a_few(parts: int, num_traced: Callable[[], int]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "parts"), [("1f1b", 2, 6), ("1f1b", 2, 9), ("zero_bubble", 2, 6), ("zero_bubble", 3, 12)]
+)
+def test_a_pipeline_of_many_parts_is_that_of_a_few(
+    schedule: str, num_ranks: int, parts: int, num_traced: Callable[[], int]
+) -> None:
     """Where passes take turns: memory to the byte, and all that the device computes and sends in its passes."""
-    knob = PipelineParallel()
-    target = Target(H100.card, 2, knob.row_shape(2))
+    knob, problem = PipelineParallel(schedule=schedule), DEEP if num_ranks > 2 else PROBLEMS["transformer"]
+    target = Target(H100.card, num_ranks, knob.row_shape(num_ranks))
     for stage in target.stages():
-        scaled = TraceScaler(PROBLEMS["transformer"], stage).trace(without_accum(sharding=knob), parts, 2 * parts)
-        direct = traced(PROBLEMS["transformer"], without_accum(sharding=knob), parts, 2 * parts, stage)
+        scaled = TraceScaler(problem, stage).trace(without_accum(sharding=knob), parts, 2 * parts)
+        direct = traced(problem, without_accum(sharding=knob), parts, 2 * parts, stage)
         assert not scaled.is_direct
         found, wanted = scaled.trace.sums(), direct.sums()
         assert (found.peak_bytes, found.by_kind_max) == (wanted.peak_bytes, wanted.by_kind_max)
         assert found.by_phase[Phase.BETWEEN] == pytest.approx(wanted.by_phase[Phase.BETWEEN], abs=512 * parts)  # losses
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS, Phase.UPDATE):
             works = [each.work[each.work[:, Column.PHASE] == PHASES.index(phase)] for each in (scaled.trace, direct)]
             sums = [(work[:, Column.FLOPS :] * work[:, Column.TIMES, None]).sum(0).tolist() for work in works]
             assert sums[0] == sums[1], phase
-    assert num_traced() == 2
+    assert num_traced() == num_ranks
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from lowvram.config.errors import BadInput
 from lowvram.planning.devices import load_device
@@ -89,24 +91,43 @@ def every_plan(cache: PlanCache) -> list[Plan]:
 
 
 LENGTH = ("data.sequence_length=512", "model.context=512")
+WIDE = (*DEEP, "model.width=512", "model.num_heads=8", "model.num_layers=6", *LENGTH)
+FOUR = (*DEEP, "model.width=256", *LENGTH)
 MODELS = {
-    "transformer": (*DEEP, "model.width=512", "model.num_heads=8", "model.num_layers=6", *LENGTH),
+    "transformer": WIDE,
     "resnet": (*TINY_RESNET, "model.layers=[3,3]", "model.width=64", "data.image_size=64", "train.batch_size=64"),
+    "groups of heads, untied": (*FOUR, "model.num_kv_heads=2", "model.tied_embeddings=false", "model.mlp_width=512"),
+    "long samples": (*FOUR, "data.sequence_length=2048", "model.context=2048", "train.batch_size=16"),
+    "a large head": (*FOUR, "model.vocab_size=20000"),
+    "llama": (),  # of transformers
 }
+
+
+def words_of(model: str) -> tuple[str, ...]:
+    if model != "llama":
+        return MODELS[model]
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=1000, num_key_value_heads=4, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained("llama")
+    data = ("data=synthetic", "data.sequence_length=256", "data.eval_samples=4", "train.batch_size=64")
+    return ("model=hf", "model.name=llama", *data)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 4])
 @pytest.mark.parametrize("model", first_of([*MODELS]))
-def test_the_fastest_mesh_that_fits_is_found(model: str, num_devices: int) -> None:
-    words = (f"devices={num_devices}",)
-    plans = every_plan(book(*words, model=MODELS[model]))
+def test_the_fastest_mesh_that_fits_is_found(
+    model: str, num_devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words, about = (f"devices={num_devices}",), words_of(model)
+    plans = every_plan(book(*words, model=about))
     assert len({plan["changes"]["sharding"] for plan in plans}) >= 4 * num_devices - 4
     sizes = sorted(plan["least_vram_bytes"] for plan in plans)
     for share in (0.05, 0.3, 1.0):
         budget_bytes = 1.1001 * sizes[int(share * (len(sizes) - 1))]
         best_ms = min(plan["step_ms"] for plan in plans if plan["least_vram_bytes"] * 1.1 <= budget_bytes)
-        found = search(book(*words, f"vram={budget_bytes / MIB}MiB", model=MODELS[model]), [])["ranking"][0]
+        found = search(book(*words, f"vram={budget_bytes / MIB}MiB", model=about), [])["ranking"][0]
         assert found["fits"]
         assert found["step_ms"] <= 1.05 * best_ms, (found["changes"], share)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,8 +60,8 @@ class RecomputeChosen(Knob):
         is_list = all(number >= 0 for number in numbers) and len(set(numbers)) == len(numbers)
         require(is_list, "ckpt.blocks", self.blocks, allowed)
 
-    def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
-        return replace(self, blocks=list(blocks)) if self.blocks is None else None
+    def left_to_plan(self) -> str | None:
+        return "blocks" if self.blocks is None else None
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.structure.blocks

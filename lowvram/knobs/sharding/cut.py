@@ -8,12 +8,13 @@ from itertools import accumulate, pairwise
 from lowvram.config.errors import require
 
 
-def balanced(costs: Sequence[float], num_stages: int) -> list[int]:
+def balanced(costs: Sequence[float], num_stages: int, most: Sequence[int] | None = None) -> list[int]:
     """How many blocks each stage has, one at least, such that the largest cost of a stage is as small as possible; of
     several such ways the one whose later stages, which hold fewer parts at once, have more.
 
     Args:
         costs: of what stands before the blocks, of each block, and of what stands after them.
+        most: how many blocks each stage can have, together enough; None: any number.
     """
     first, *blocks, last = costs
     sums = [0.0, *accumulate(blocks)]
@@ -22,13 +23,17 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     def cost(begin: int, end: int) -> float:
         return sums[end] - sums[begin] + first * (begin == 0) + last * (end == num_blocks)
 
-    best: dict[int, tuple[float, list[int]]] = {end: (cost(0, end), [end]) for end in range(1, num_blocks + 1)}
+    most = [num_blocks] * num_stages if most is None else most
+    ends = range(1, min(most[0], num_blocks) + 1)
+    best: dict[int, tuple[float, list[int]]] = {end: (cost(0, end), [end]) for end in ends}
     for stage in range(2, num_stages + 1):
         found: dict[int, tuple[float, list[int]]] = {}
         for end in range(stage, num_blocks + 1):
-            ways = [(max(best[at][0], cost(at, end)), best[at][1], at) for at in range(stage - 1, end) if at in best]
-            largest, before, at = min(ways, key=lambda way: (way[0], way[2]))
-            found[end] = (largest, [*before, end - at])
+            starts = range(max(stage - 1, end - most[stage - 1]), end)
+            ways = [(max(best[at][0], cost(at, end)), best[at][1], at) for at in starts if at in best]
+            if ways:
+                largest, before, at = min(ways, key=lambda way: (way[0], way[2]))
+                found[end] = (largest, [*before, end - at])
         best = found
     return best[num_blocks][1]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import own_parameters
 from lowvram.compat.torch_trees import tree_flatten, tree_map_only, tree_unflatten
 from lowvram.config.errors import require
+from lowvram.core.derived import named_like
 from lowvram.core.mesh import Ranks
 from lowvram.core.probes.splits import How, Splits
 from lowvram.core.rig import Part, Rig
@@ -102,12 +103,6 @@ def cutting_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
 def own_run(x: Tensor, row: RunsRow) -> Tensor:
     return x[..., row.own_of(row.num_tokens), :].contiguous()
-
-
-def named_like(kind: type[nn.Module], other: type[nn.Module]) -> type[nn.Module]:
-    kind.__name__ = kind.__qualname__ = other.__name__
-    kind.__module__ = other.__module__
-    return kind
 
 
 def with_stream(given: tuple[Any, ...], named: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

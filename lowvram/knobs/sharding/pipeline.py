@@ -1,7 +1,7 @@
 """sharding=pipeline: each rank has some of a model's blocks, and the parts of a batch go from rank to rank.
 
 Huang et al., "GPipe" (2019); Narayanan et al., "PipeDream" (2019, 1F1B), "Efficient Large-Scale Language Model Training
-on GPU Clusters Using Megatron-LM" (2021, interleaved).
+on GPU Clusters Using Megatron-LM" (2021, interleaved); Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from lowvram.compat.torch_pipelining import OF_SEVERAL, SCHEDULES
+from lowvram.compat.torch_pipelining import OF_ONE, OF_SEVERAL, SCHEDULES
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
@@ -31,12 +31,13 @@ from lowvram.core.stages import (
     sizes_of,
     stages_of,
 )
-from lowvram.core.structure import BLOCKS
+from lowvram.core.structure import BLOCKS, Structure
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
 from lowvram.knobs.sharding.fsdp import FSDP
-from lowvram.knobs.sharding.passes import check_parts, passes_of
+from lowvram.knobs.sharding.held_back import HeldBack, hold_back
+from lowvram.knobs.sharding.passes import HELD_BACK, check_parts, passes_of
 from lowvram.knobs.sharding.pipeline_run import PipelineRun
 from lowvram.knobs.sharding.zero1 import ZeRO1
 
@@ -54,9 +55,12 @@ class PipelineParallel(DDP):
         pipeline: how many ranks a row has; None: all are one row.
         schedule: in which order parts are computed. gpipe: all forward passes, then all backward passes. 1f1b: a stage
             holds as many parts at once as there are stages from it on. interleaved: the same, with several stages on
-            each rank, so that ranks wait less.
-        stages: how many each rank has, with schedule=interleaved.
+            each rank, so that ranks wait less. zero_bubble: ranks that would wait compute gradients of weights, which
+            backward passes leave for later.
+        stages: how many each rank has, with schedule=interleaved or zero_bubble.
         cut: how many blocks each stage has; None: so that the slowest is as fast as possible.
+        cut_to_fit: whether a plan is to choose the cut: the fastest that fits. Where nothing is planned, as in a loop
+            of one's own, it is the fastest.
         copies: how rows share their copies of a stage: ddp, each has all of it; zero1, the optimizer's state is shared
             out over them; fsdp, weights and gradients are sharded over them, too.
         reduce_every_part: with zero1 or fsdp: whether gradients are summed over the rows in every part, so that no rank
@@ -67,6 +71,7 @@ class PipelineParallel(DDP):
     schedule: str = "1f1b"
     stages: int = 1
     cut: list[int] | None = None
+    cut_to_fit: bool = False
     copies: str = "ddp"
     reduce_every_part: bool = False
 
@@ -81,8 +86,10 @@ class PipelineParallel(DDP):
         super().__post_init__()
         require(self.pipeline is None or self.pipeline > 0, "sharding.pipeline", self.pipeline, "null, or at least 1")
         require(self.schedule in SCHEDULES, "sharding.schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
-        allowed = "2 or more with sharding.schedule=interleaved, else 1"
-        require((self.stages > 1) == (self.schedule in OF_SEVERAL), "sharding.stages", self.stages, allowed)
+        allowed = "2 or more with sharding.schedule=interleaved, 1 or more with zero_bubble, else 1"
+        least = 2 if self.schedule in OF_SEVERAL else 1
+        fits = self.stages == 1 if self.schedule in OF_ONE else self.stages >= least
+        require(fits, "sharding.stages", self.stages, allowed)
         allowed = "at least 1 with sharding=pipeline: over how many ranks each layer of a stage is split"
         require(self.tensor is not None, "sharding.tensor", self.tensor, allowed)
         allowed = "1 with sharding=pipeline, whose stages have all tokens of their samples"
@@ -91,6 +98,21 @@ class PipelineParallel(DDP):
         require(self.copies in known, "sharding.copies", self.copies, f"one of {', '.join(known)}")
         allowed = "false with sharding=pipeline, whose stages have all tokens of their samples"
         require(not self.sequence, "sharding.sequence", self.sequence, allowed)
+
+        allowed = "another one with sharding.tensor, copies=fsdp or reduce_every_part, which need gradients at once"
+        needs_them = self.tensor != 1 or self.copies == "fsdp" or self.reduce_every_part
+        require(self.schedule != HELD_BACK or not needs_them, "sharding.schedule", self.schedule, allowed)
+
+        allowed = "false with several stages on a rank, whose memory a plan can't tell apart"
+        require(self.stages == 1 or not self.cut_to_fit, "sharding.cut_to_fit", self.cut_to_fit, allowed)
+
+    def left_to_plan(self) -> str | None:
+        return "cut" if self.cut_to_fit and self.cut is None else None
+
+    def costs(self, known: Structure) -> Sequence[float]:
+        """Of what stands before the blocks, of each block, and of what stands after them: operations, relative to each
+        other."""
+        return known.get(FindSegments(names_of(known.model))).flops
 
     def needs(self) -> frozenset[Fact | ModelFact]:
         return super().needs() | self.sharing().needs_always
@@ -152,7 +174,10 @@ class PipelineParallel(DDP):
         ranks, stages = ranks_along(PIPELINE), stages_of(rig.model)
         if ranks is None or stages is None:
             return super().apply(rig)
-        run = PipelineRun(stages, ranks, self.schedule, rig.forward, rig.device)
+        held = HeldBack()
+        if self.schedule == HELD_BACK:
+            hold_back(rig.model, held)
+        run = PipelineRun(stages, ranks, self.schedule, rig.forward, rig.device, held)
         rig = self.sharing().apply(replace(rig, forward=run.forward, run=run))
 
         def total_loss(final: Rig, parts: list[Part], total: Tensor) -> Tensor:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowvram.compat.torch_pipelining import PartsStage, Work, run_schedule, schedule_of
+from lowvram.compat.torch_pipelining import OF_ONE, PartsStage, Work, run_schedule, schedule_of
 from lowvram.core.mesh import Ranks, stage_hosts
 from lowvram.core.rig import Part, Rig, enough_samples, loss_of
 from lowvram.core.shards import count_elsewhere, local
 from lowvram.core.stages import PipelineStage, StageEnds, Stages
+from lowvram.core.stepper import Stepper
 from lowvram.knobs.sharding.boundaries import Boundaries
-from lowvram.knobs.sharding.passes import check_parts
+from lowvram.knobs.sharding.held_back import HeldBack, Product, add_gradients
+from lowvram.knobs.sharding.passes import arrived_before, check_parts, passes_of
 
 
 @final
@@ -27,6 +31,7 @@ class PipelineRun:
         ranks: of the pipeline.
         schedule: the order of parts.
         forward: of the whole model, a `Rig.forward`.
+        held: what the model's layers hold back.
     """
 
     def __init__(
@@ -36,8 +41,9 @@ class PipelineRun:
         schedule: str,
         forward: Callable[[Part], Any],
         device: torch.device,
+        held: HeldBack,
     ) -> None:
-        self.stages, self.ranks, self.device = stages, ranks, device
+        self.stages, self.ranks, self.device, self.held = stages, ranks, device, held
         self._schedule, self._forward = schedule, forward
         self.num_stages = ranks.size * len(stages.own)
         self.boundaries = Boundaries(ranks, stage_hosts())
@@ -48,11 +54,21 @@ class PipelineRun:
         group = self.ranks.group
         assert group is not None
         passes = Passes(self, rig, parts, total)
-        works = [PassesOf(passes, stage) for stage in self.stages.own]
-        made = [PartsStage(work, work.stage.index, self.num_stages, self.device, group) for work in works]
+        made: list[PartsStage] = []
+        for stage in self.stages.own:
+            about = self.num_stages, self.device, group, self.arrived(stage, len(parts))
+            made.append(PartsStage(PassesOf(passes, stage), stage.index, *about))
         run_schedule(schedule_of(self._schedule, made, len(parts)), len(parts))
         self.sum_shared(rig)
         return torch.stack(passes.losses).sum() if passes.losses else torch.zeros((), device=self.device)
+
+    def arrived(self, stage: PipelineStage, num_parts: int) -> Mapping[int, Sequence[int]] | None:
+        """See `PartsStage`."""
+        if self._schedule in OF_ONE:
+            return None
+        before = stage.index - 1
+        orders = passes_of(self._schedule, self.ranks.size, len(self.stages.own), num_parts)
+        return arrived_before(orders[self.boundaries.rank_of(before)], before)
 
     def sum_shared(self, rig: Rig) -> None:
         """Add up the gradients of parameters that several ranks have. The first of these counts them."""
@@ -102,7 +118,7 @@ class Passes:
     def __init__(self, run: PipelineRun, rig: Rig, parts: list[Part], total: Tensor) -> None:
         self.run, self.rig, self.parts, self.total = run, rig, parts, total
         self.losses: list[Tensor] = []
-        self.num_left = len(parts) * len(run.stages.own)  # backward passes
+        self.num_left = len(parts) * len(run.stages.own)  # backward passes, with what they have held back
 
 
 @final
@@ -111,6 +127,7 @@ class PassesOf(Work):
 
     def __init__(self, passes: Passes, stage: PipelineStage) -> None:
         self._passes, self.stage = passes, stage
+        self._held: dict[int, list[Product]] = {}  # by part
 
     def room(self, part: int) -> Tensor:
         run = self._passes.run
@@ -129,11 +146,30 @@ class PassesOf(Work):
         passes.losses.append(loss.detach())
         return loss
 
-    def backward(self, part: int, made: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, part: int, made: Tensor, gradient: Tensor | None, holds_back: bool) -> None:
+        loss = made if gradient is None else WithGradient.apply(made, gradient)
+        if not holds_back:
+            with self.in_backward(is_last=True) as stepper:
+                stepper.backward(loss)
+            return
+        with self.in_backward(is_last=False) as stepper, self._passes.run.held.holding() as self._held[part]:
+            stepper.backward(loss)
+
+    def weights(self, part: int) -> None:
+        with self.in_backward(is_last=True) as stepper:
+            stepper.rest(partial(add_gradients, self._held.pop(part)))
+
+    @contextmanager
+    def in_backward(self, is_last: bool) -> Iterator[Stepper]:
+        """Around a pass that computes gradients of a part.
+
+        Args:
+            is_last: of this part, in this stage.
+        """
         passes = self._passes
-        passes.num_left -= 1
+        passes.num_left -= is_last
         with passes.run.stages.in_backward(self.stage), passes.rig.sync(not passes.num_left):
-            passes.rig.stepper.backward(made if gradient is None else WithGradient.apply(made, gradient))
+            yield passes.rig.stepper
 
 
 class Given(torch.autograd.Function):

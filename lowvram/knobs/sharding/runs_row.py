@@ -115,8 +115,7 @@ class RunsRow(Row):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.num_tokens:
             return self._row.product(x, weight, bias)
-        given = Given(self, x)
-        return ProductOfAll.apply(given.all, given.own, weight, bias, given.again)
+        return product_of_all(Given(self, x), weight, bias)
 
 
 @final
@@ -154,7 +153,7 @@ class InsideRow:
         given = next((each for each in self._given if each.all is x), None)
         if given is None:
             return F.linear(x, weight, bias)
-        return ProductOfAll.apply(x, given.own, weight, bias, given.again)
+        return product_of_all(given, weight, bias)
 
 
 @final
@@ -192,9 +191,15 @@ class Again:
         return found
 
 
+def product_of_all(given: Given, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., t, o), which a model may change in place, as it couldn't what an autograd function of our own returns."""
+    made: Any = ProductOfAll.apply(given.all.flatten(0, -2), given.own, weight, bias, given.again)
+    return made.view(*given.all.shape[:-1], made.shape[-1])
+
+
 class ProductOfAll(torch.autograd.Function):
-    """A linear layer of the tokens of all ranks. It keeps a rank's own, and has them gathered once more in the backward
-    pass."""
+    """A linear layer of the tokens of all ranks: (n, i) to (n, o). It keeps a rank's own, and has them gathered once
+    more in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
@@ -208,12 +213,11 @@ class ProductOfAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (own, weight), gradient = ctx.saved_tensors, gradients[0]
         of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        rows = gradient.flatten(0, -2)
-        of_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
+        of_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
         if not ctx.needs_input_grad[2]:
             return of_x, None, None, of_bias, None
         x = ctx.again.read(own.to(gradient.dtype))
-        return of_x, None, rows.t() @ x.flatten(0, -2), of_bias, None
+        return of_x, None, gradient.t() @ x.flatten(0, -2), of_bias, None
 
 
 class Exchanged(torch.autograd.Function):

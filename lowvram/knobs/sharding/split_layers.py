@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import own_parameters
+from lowvram.core.derived import named_like
 from lowvram.core.layers import is_transposed
 from lowvram.core.probes.splits import How, Split, Splits
 from lowvram.core.shards import local, row_order, set_row_order
@@ -50,14 +51,18 @@ def split_layer(layer: Any, split: Split, row: Row) -> None:
     layer.row = row
 
 
+class OfRow:
+    """What the classes below add to a layer's."""
+
+    row: Row
+
+
 @cache
 def summed_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of layers like those of `kind`, the gradients of whose parameters are added up over a row. Not by hooks
     of the parameters: FSDP2 computes with other objects."""
 
-    class Summed(kind):
-        row: Row
-
+    class Summed(kind, OfRow):
         def forward(self, *args: Any, **named: Any) -> Any:
             held = own_parameters(self)
             before = dict(held)
@@ -67,8 +72,7 @@ def summed_kind(kind: type[nn.Module]) -> type[nn.Module]:
             finally:
                 held.update(before)
 
-    Summed.__name__ = Summed.__qualname__ = kind.__name__
-    return Summed
+    return named_like(Summed, kind)
 
 
 def split_dim(layer: nn.Module, how: How) -> int:

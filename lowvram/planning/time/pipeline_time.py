@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from lowvram.core.stages import Pass
+from lowvram.core.stages import Pass, Way
 from lowvram.planning.time.op_cost import STREAMS, Column, Stream
 from lowvram.planning.time.roofline import Rates, StepTime, is_on, messages_s, step_time
 from lowvram.planning.trace.events import PHASES, Phase
@@ -26,6 +26,7 @@ class RankTime(NamedTuple):
     whole: StepTime  # without waiting for other stages
     forward_ms: float  # of a part, in one of its stages
     backward_ms: float
+    weights_ms: float  # of gradients that a backward pass has left for later
     send_ms: float  # of what a stage hands on of a part; gradients that come back take as long
     rest_ms: float  # outside these passes: the update, sums of gradients, messages about weights that stages share
 
@@ -43,7 +44,8 @@ def pipeline_time(
         return None
     ranks: list[RankTime] = []
     for work, order in zip(works, passes, strict=True):
-        rank = rank_time(work, len(order) // 2, rates, link_bytes_per_s)
+        num_passes = sum(each.way is Way.FORWARD for each in order)
+        rank = rank_time(work, num_passes, rates, link_bytes_per_s)
         if rank is None:
             return None
         ranks.append(rank)
@@ -67,14 +69,15 @@ def rank_time(work: Tensor, num_passes: int, rates: Rates, link_bytes_per_s: flo
         assert computed is not None
         return computed.step_ms / num_passes
 
-    forward_ms, backward_ms = passes_ms(Phase.FORWARD), passes_ms(Phase.BACKWARD)
+    forward_ms, backward_ms, weights_ms = (passes_ms(phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS))
     along = work[:, Column.STREAM] == STREAMS.index(Stream.BY_PIPELINE)
     sent_ms = 1e3 * messages_s(work, link_bytes_per_s) * work[:, Column.TIMES]
     send_ms = float(sent_ms[along & is_in(work, Phase.FORWARD)].sum()) / num_passes
     about_weights_ms = max(0.0, float(sent_ms[along].sum()) - 2 * num_passes * send_ms)
-    rest_ms = max(0.0, whole.step_ms - num_passes * (forward_ms + backward_ms)) + about_weights_ms
+    in_passes_ms = num_passes * (forward_ms + backward_ms + weights_ms)
+    rest_ms = max(0.0, whole.step_ms - in_passes_ms) + about_weights_ms
     whole = replace(whole, ranks_ms=whole.ranks_ms + about_weights_ms)
-    return RankTime(whole, forward_ms, backward_ms, send_ms, rest_ms)
+    return RankTime(whole, forward_ms, backward_ms, weights_ms, send_ms, rest_ms)
 
 
 def is_in(work: Tensor, phase: Phase) -> Tensor:
@@ -108,8 +111,8 @@ class Span:
         """Let a rank compute until it is given something that isn't there yet."""
         order, time = self.left[rank], self.ranks[rank]
         while order and (given_ms := self.given_ms(order[0])) is not None:
-            taken_ms = time.backward_ms if order[0].is_backward else time.forward_ms
-            self.free_ms[rank] = max(given_ms, self.free_ms[rank]) + taken_ms
+            taken_ms = {Way.FORWARD: time.forward_ms, Way.BACKWARD: time.backward_ms, Way.WEIGHTS: time.weights_ms}
+            self.free_ms[rank] = max(given_ms, self.free_ms[rank]) + taken_ms[order[0].way]
             self.ended_ms[order.popleft()] = self.free_ms[rank]
 
     def given_ms(self, each: Pass) -> float | None:
@@ -126,6 +129,8 @@ class Span:
 
 def before_pass(each: Pass, last_stage: int) -> Pass | None:
     """The pass that makes what this one is given; None: it starts with the samples."""
-    if not each.is_backward:
+    if each.way is Way.FORWARD:
         return each._replace(stage=each.stage - 1) if each.stage else None
-    return each._replace(is_backward=False) if each.stage == last_stage else each._replace(stage=each.stage + 1)
+    if each.way is Way.WEIGHTS:
+        return each._replace(way=Way.BACKWARD)
+    return each._replace(way=Way.FORWARD) if each.stage == last_stage else each._replace(stage=each.stage + 1)

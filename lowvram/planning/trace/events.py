@@ -27,6 +27,7 @@ class Phase(Enum):
     BUILD = "build"  # weights get their initial values
     FORWARD = "forward"  # with the loss
     BACKWARD = "backward"  # with recomputation
+    WEIGHTS = "weights"  # gradients that the backward passes of a pipeline have left for later
     UPDATE = "update"
     BETWEEN = "between"
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from lowvram.config.errors import BadInput
-from lowvram.core.stages import Pass
+from lowvram.core.stages import Pass, Way
 from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, PipelineParallel, TensorParallel
 from lowvram.knobs.sharding.passes import check_parts, passes_of
 from lowvram.planning.devices import DeviceSpec, load_device
@@ -29,8 +29,8 @@ NOTHING = StepTime(0, 0, 0, 0, 0)
 FORWARD_MS, BACKWARD_MS = 2.0, 5.0
 
 
-def rank(forward_ms: float, backward_ms: float, send_ms: float = 0.0) -> RankTime:
-    return RankTime(NOTHING, forward_ms, backward_ms, send_ms, 0.0)
+def rank(forward_ms: float, backward_ms: float, send_ms: float = 0.0, weights_ms: float = 0.0) -> RankTime:
+    return RankTime(NOTHING, forward_ms, backward_ms, weights_ms, send_ms, 0.0)
 
 
 def span_ms(ranks: list[RankTime], schedule: str, num_stages: int, num_parts: int) -> float:
@@ -47,6 +47,13 @@ def test_equal_stages_wait_as_long_as_the_papers_say(num_ranks: int, num_parts: 
     halves = [rank(FORWARD_MS / 2, BACKWARD_MS / 2)] * num_ranks
     expected = num_parts * both_ms + (num_ranks - 1) * both_ms / 2
     assert span_ms(halves, "interleaved", 2, num_parts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(2, 4), (3, 6), (4, 12)])
+def test_ranks_that_hold_back_wait_a_third(num_ranks: int, num_parts: int) -> None:
+    """Where all three take as long: (p - 1) (forward + backward - weights) instead of their sum (Qi et al., 2023)."""
+    ranks = [rank(1.0, 1.0, weights_ms=1.0)] * num_ranks
+    assert span_ms(ranks, "zero_bubble", 1, num_parts) == pytest.approx(3 * num_parts + num_ranks - 1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -69,24 +76,37 @@ def test_messages_are_waited_for() -> None:
     assert span_ms(ranks, "gpipe", 1, 1) == pytest.approx(1 + 0.5 + 1 + 1 + 0.5 + 1)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_the_order_is_that_of_torchs_schedules(num_stages: int) -> None:
+WAYS = {
+    schedules.FORWARD: Way.FORWARD,
+    schedules.FULL_BACKWARD: Way.BACKWARD,
+    schedules.BACKWARD_INPUT: Way.BACKWARD,
+    schedules.BACKWARD_WEIGHT: Way.WEIGHTS,
+}
+OF_TORCH: dict[str, Any] = {
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"), [("interleaved", 2), ("interleaved", 3), *(("zero_bubble", each) for each in (1, 2, 3))]
+)
+def test_the_order_is_that_of_torchs_schedules(name: str, num_stages: int) -> None:
     for num_ranks in (2, 3, 4):
         for num_parts in range(num_ranks * num_stages, 17):
-            real = object.__new__(schedules.ScheduleInterleaved1F1B)
+            real = object.__new__(OF_TORCH[name])
             real.n_local_stages, real.pp_group_size, real._n_microbatches = num_stages, num_ranks, num_parts
             num_rounds = max(1, num_parts // num_ranks)
             if num_parts % num_rounds:
                 with pytest.raises(BadInput, match=f"accum.parts={num_parts}: must be a multiple of {num_ranks}"):
-                    check_parts("interleaved", num_ranks, num_stages, num_parts)
+                    check_parts(name, num_ranks, num_stages, num_parts)
                 continue
-            check_parts("interleaved", num_ranks, num_stages, num_parts)
+            check_parts(name, num_ranks, num_stages, num_parts)
             real.number_of_rounds, real.microbatches_per_round = num_rounds, num_parts // num_rounds
-            for number, order in enumerate(passes_of("interleaved", num_ranks, num_stages, num_parts)):
+            for number, order in enumerate(passes_of(name, num_ranks, num_stages, num_parts)):
                 actions = [each for each in real._calculate_single_rank_operations(number) if each is not None]
                 wanted = [
-                    Pass(each.stage_index, each.microbatch_index or 0, each.computation_type == schedules.FULL_BACKWARD)
-                    for each in actions
+                    Pass(each.stage_index, each.microbatch_index or 0, WAYS[each.computation_type]) for each in actions
                 ]
                 assert order == wanted
 

@@ -25,7 +25,7 @@ from lowvram.planning.time import op_cost
 from lowvram.planning.time import roofline as timing
 from lowvram.planning.time.op_cost import FORMATS, FUSED_CALLS, STREAMS, Column, Stream, recipe_of
 from lowvram.planning.time.roofline import DataSheet, StepTime, step_time
-from lowvram.planning.trace.events import Trace
+from lowvram.planning.trace.events import PHASES, Phase, Trace
 from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import PROBLEMS, knobs_of
@@ -104,7 +104,7 @@ def test_an_update_reads_and_writes_weights_and_state_once() -> None:
     for option, per_moment in (("adamw", 4), ("adamw_8bit", 1)):
         work = traced(problem, optimizer=option).work
         update = work[work[:, Column.PART] == 1][:, [Column.PHASE, Column.BYTES]]
-        update = int(update[update[:, 0] == 3, 1].sum())
+        update = int(update[update[:, 0] == PHASES.index(Phase.UPDATE), 1].sum())
         assert update == pytest.approx(num_weights * (4 + 4 + 2 * 4 + 2 * 2 * per_moment), rel=0.03)
 
 
