@@ -92,7 +92,7 @@ def every_plan(cache: PlanCache) -> list[Plan]:
 
 LENGTH = ("data.sequence_length=512", "model.context=512")
 WIDE = (*DEEP, "model.width=512", "model.num_heads=8", "model.num_layers=6", *LENGTH)
-FOUR = (*DEEP, "model.width=256", *LENGTH)
+FOUR = (*DEEP, "model.width=256", *LENGTH, "accum=x8")  # one number of parts: a third of the pipelines
 MODELS = {
     "transformer": WIDE,
     "resnet": (*TINY_RESNET, "model.layers=[3,3]", "model.width=64", "data.image_size=64", "train.batch_size=64"),
@@ -110,7 +110,7 @@ def words_of(model: str) -> tuple[str, ...]:
     config = LlamaConfig(vocab_size=1000, num_key_value_heads=4, architectures=["LlamaForCausalLM"], **sizes)
     config.save_pretrained("llama")
     data = ("data=synthetic", "data.sequence_length=256", "data.eval_samples=4", "train.batch_size=64")
-    return ("model=hf", "model.name=llama", *data)
+    return ("model=hf", "model.name=llama", "accum=x8", *data)
 
 
 @pytest.mark.slow
