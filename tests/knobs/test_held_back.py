@@ -121,9 +121,15 @@ def changed(layer: Any) -> Any:
     return layer
 
 
+def hooked(layer: nn.Linear) -> nn.Linear:
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return layer
+
+
 LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "a class of somebody's": lambda: OwnForward(WIDTH, WIDTH),
     "a forward pass of its own": lambda: changed(nn.Linear(WIDTH, WIDTH)),
+    "a weight with a hook": lambda: hooked(nn.Linear(WIDTH, WIDTH)),
     "a weight that is computed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "padding by other numbers than zeros": lambda: nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
 }

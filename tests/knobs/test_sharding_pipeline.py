@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from itertools import combinations, pairwise
-from random import Random
 from typing import Any, cast, get_type_hints
 
 import pytest
@@ -32,7 +29,6 @@ from lowvram.core.structure import Structure
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.sharding import PipelineParallel
 from lowvram.knobs.sharding.boundaries import Boundaries
-from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
 from lowvram.knobs.sharding.held_back import holding_kind
 from lowvram.knobs.sharding.own_tokens import cutting_kind, gathering_kind
@@ -223,41 +219,7 @@ def test_without_every_parameter() -> None:
     assert all(num < 0.7 * whole for _, num in on_ranks(passes_and_weights, INTERLEAVED))
 
 
-# Where a model is cut
-
-
-def largest(costs: list[float], sizes: Sequence[int]) -> float:
-    first, *blocks, last = costs
-    stages = [sum(blocks[begin:end]) for begin, end in stage_bounds(sizes)]
-    stages[0] += first
-    stages[-1] += last
-    return max(stages)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_slowest_stage_is_as_fast_as_it_can_be(seed: int) -> None:
-    random = Random(seed)
-    num_blocks = random.randint(2, 8)
-    costs = [random.choice([0.0, 1.0, 2.5, 7.0]) for _ in range(num_blocks + 2)]
-    num_stages = random.randint(1, num_blocks)
-    ways = [
-        [end - begin for begin, end in pairwise([0, *ends, num_blocks])]
-        for ends in combinations(range(1, num_blocks), num_stages - 1)
-    ]
-    found = sizes_of_stages(costs, num_stages, None)
-    assert sum(found) == num_blocks
-    assert min(found) >= 1
-    assert largest(costs, found) == pytest.approx(min(largest(costs, way) for way in ways))
-
-
-def test_a_cut_of_the_users_is_taken_or_refused_with_the_numbers() -> None:
-    costs = [0.0, *[1.0] * 6, 0.0]
-    assert sizes_of_stages(costs, 2, [4, 2]) == [4, 2]
-    for given in ([3, 2], [6], [6, 0], [2, 2, 2]):
-        with pytest.raises(BadInput, match=r"sharding.cut=.*for each of 2 stages how many of the model's 6 blocks"):
-            sizes_of_stages(costs, 2, given)
-    with pytest.raises(BadInput, match=r"sharding.pipeline=7: must be at most 6 stages in all"):
-        sizes_of_stages(costs, 7, None)
+# Numbers that don't fit
 
 
 def test_numbers_of_ranks_that_do_not_divide_are_refused() -> None:

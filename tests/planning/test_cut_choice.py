@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, pairwise
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from lowvram.knobs.sharding.cut import balanced, stage_bounds
 from lowvram.planning.choice import MOST_CUTS, About, Attempt, choose_cut
 from lowvram.planning.worker import Planner
 from tests.calls import TINY, Outcome
+from tests.knobs.test_cut import Cut, every_cut
 from tests.planning.test_worker import MIB, composed, planned
 
 pytestmark = pytest.mark.medium
 
 Call = Callable[..., Outcome]
-Cut = tuple[int, ...]
-
-
-def every_cut(num_blocks: int, num_stages: int) -> list[Cut]:
-    ways = combinations(range(1, num_blocks), num_stages - 1)
-    return [tuple(end - begin for begin, end in pairwise([0, *ends, num_blocks])) for ends in ways]
-
-
-def slowest(costs: list[float], cut: Cut) -> float:
-    first, *blocks, last = costs
-    stages = [sum(blocks[begin:end]) for begin, end in stage_bounds(cut)]
-    stages[0] += first
-    stages[-1] += last
-    return max(stages)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_cut_with_at_most_so_many_blocks_in_a_stage_is_the_fastest_of_these(seed: int) -> None:
-    random = Random(seed)
-    num_stages = random.randint(1, 4)
-    num_blocks = random.randint(num_stages, 9)
-    costs = [random.choice([0.0, 1.0, 2.5, 7.0]) for _ in range(num_blocks + 2)]
-    most = list(random.choice(every_cut(num_blocks, num_stages)))
-    most[random.randrange(num_stages)] += random.randint(0, 3)
-    cut = balanced(costs, num_stages, most)
-    possible = [way for way in every_cut(num_blocks, num_stages) if all(map(int.__le__, way, most))]
-    assert tuple(cut) in possible
-    assert slowest(costs, tuple(cut)) == pytest.approx(min(slowest(costs, way) for way in possible))
 
 
 def of_stage(num_bytes: float) -> Any:

@@ -200,7 +200,7 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
 
 def as_autocast(x: Tensor) -> Tensor:
     """In the number format in which autocast computes attention and layers, before it is sent, or kept."""
-    is_cast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
+    is_cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype is not torch.float64
     return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x
 
 

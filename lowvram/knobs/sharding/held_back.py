@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from lowvram.compat.torch_autograd import hooks_of_tensor
 from lowvram.core.derived import named_like
 from lowvram.core.layers import convolutions, has_own_forward, is_transposed, owns_weight
 from lowvram.knobs.sharding.attention import as_autocast
@@ -73,15 +74,19 @@ def add_gradients(products: list[Product]) -> None:
 
 
 def hold_back(model: nn.Module, held: HeldBack) -> None:
-    """Make its linear layers and convolutions such that gradients of their weights may come later."""
-    plain = {*convolutions(model)}
+    """Make its linear layers and convolutions such that gradients of their weights may come later: not where somebody
+    has hooked a weight, as autograd calls hooks of gradients that it doesn't get, too."""
+    known = {layer: ConvolutionParts(layer) for layer in convolutions(model) if not isinstance(layer.padding, str)}
     for module in model.modules():
         layer: Any = module
-        parts = (
-            ConvolutionParts(layer) if layer in plain and not isinstance(layer.padding, str) else linear_parts(layer)
-        )
-        if parts is not None and owns_weight(layer) and not has_own_forward(layer):
+        parts = known.get(layer) or linear_parts(layer)
+        if parts is not None and is_as_it_was_made(layer):
             layer.__class__, layer.parts, layer.held = holding_kind(type(layer)), parts, held
+
+
+def is_as_it_was_made(layer: Any) -> bool:
+    """Whether nobody has given it another forward pass, another weight, or hooks of its weight's gradient."""
+    return owns_weight(layer) and not has_own_forward(layer) and not any(hooks_of_tensor(layer.weight))
 
 
 class OfHeldBack:

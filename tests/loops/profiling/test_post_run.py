@@ -12,10 +12,11 @@ import torch
 
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.phases import with_phases
+from lowvram.core.phases import Marks, with_phases
 from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
+from lowvram.loops.profiling import post_run as profiling
 from lowvram.loops.profiling.clock import HostClock
 from lowvram.loops.profiling.post_run import phase_times, post_run, run_peaks
 from lowvram.loops.session import Events, Session
@@ -71,6 +72,23 @@ def test_every_phase_has_a_time() -> None:
     assert 1 <= num_steps <= 3
     assert found.keys() == {"forward_ms", "backward_ms", "update_ms"}
     assert all(ms > 0 for ms in found.values())
+
+
+class Told(Marks):
+    """A clock that says of each phase what it is to say."""
+
+    def mark(self, label: str) -> None:
+        del label
+
+    def laps_ms(self, label: str) -> list[float]:
+        return {"forward": [1.0, 2.0], "backward": [4.0], "weights": [8.0], "update": [16.0]}[label]
+
+
+def test_what_a_backward_pass_leaves_for_later_is_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "clock_for", lambda device: Told())
+    problem = PROBLEMS["transformer"]
+    found, _ = phase_times(assemble(problem, knobs_of(), CPU), make_batch(problem.spec, 4))
+    assert found == {"forward_ms": 3.0, "backward_ms": 12.0, "update_ms": 16.0}
 
 
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
