@@ -25,6 +25,7 @@ from lowvram.compat.replaced import replaced
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.mesh import Ranks
 from lowvram.core.slices import begin_of
+from lowvram.knobs.sharding.released import released
 
 Kernel = Callable[..., Tensor]
 TORCHS: Kernel = F.scaled_dot_product_attention
@@ -67,7 +68,8 @@ class ProcessRow(Row):
 
     def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         received = x.new_empty((sum(receives), *x.shape[1:]))
-        dist.all_to_all_single(received, x, list(receives), list(sends), group=self._ranks.group)
+        with released(received, x):
+            dist.all_to_all_single(received, x, list(receives), list(sends), group=self._ranks.group)
         return received
 
 

@@ -5,7 +5,6 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lowvram.compat.torch_distributed import DefaultAllGather, accept_gathers_in_turn, meshes_made_inside
 from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
@@ -33,6 +31,7 @@ from lowvram.core.rig import Rig
 from lowvram.core.shards import make_contiguous, with_notes
 from lowvram.knobs.sharding.base import over_ranks
 from lowvram.knobs.sharding.in_rows import InRows
+from lowvram.knobs.sharding.released import released
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -131,23 +130,16 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it
-
-
 class ReleasedAllGather(DefaultAllGather):
-    """An all-gather that returns only when nobody else holds the gathered tensor. Gloo's threads hold it for a moment
-    after the wait has ended; it would then still be alive while FSDP allocates the copy, and raise the peak."""
+    """An all-gather that returns only when nobody else holds the gathered tensor, of which FSDP then makes a copy."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        storage = output_tensor.untyped_storage()
-        before = num_holders(storage)
-        work = super().__call__(output_tensor, input_tensor, group, async_op)
-        until_s = time.monotonic() + LONGEST_HOLD_S
-        while work is None and num_holders(storage) > before and time.monotonic() < until_s:
-            time.sleep(0)
-        return work
+        if async_op:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        with released(output_tensor):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class InStep(DefaultAllGather):

@@ -15,6 +15,7 @@ from lowvram.compat.torch_distributed import all_gather, reduce_scatter
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.row_shape import TENSOR
 from lowvram.core.shards import set_row_order
+from lowvram.knobs.sharding.released import released
 
 
 class Row(Protocol):
@@ -102,7 +103,8 @@ class MeshRow(Row):
         longest = max(lengths)
         own = F.pad(own, (0, 0, 0, longest - own.shape[1])).contiguous()
         found = own.new_empty(self.size, *own.shape)
-        all_gather(found.view(-1, *own.shape[1:]), own, self._mesh.get_group())
+        with released(found, own):
+            all_gather(found.view(-1, *own.shape[1:]), own, self._mesh.get_group())
         if len(own) == 1 and min(lengths) == longest:
             return found.view(*x.shape[:-2], -1, x.shape[-1])
         pieces = [each[:, :length] for each, length in zip(found, lengths, strict=True)]
@@ -112,9 +114,11 @@ class MeshRow(Row):
         whole = x.reshape(-1, *x.shape[-2:])  # (l, t, d)
         lengths = [size * (whole.shape[1] // sum(sizes)) for size in sizes]
         longest = max(lengths)
-        pieces = [F.pad(each, (0, 0, 0, longest - each.shape[1])) for each in whole.split(lengths, 1)]
+        padded = torch.cat([F.pad(each, (0, 0, 0, longest - each.shape[1])) for each in whole.split(lengths, 1)])
         own = whole.new_empty(len(whole), longest, whole.shape[2])
-        reduce_scatter(own, torch.cat(pieces), self._mesh.get_group()).wait()
+        with released(own, padded):
+            reduce_scatter(own, padded, self._mesh.get_group()).wait()
+        del padded
         return own[:, : lengths[self.rank]].reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
