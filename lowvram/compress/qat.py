@@ -86,7 +86,7 @@ class FakeQuantized(Knob):
     exactness = Exactness.LOSSY
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_PRODUCTS})
+        return frozenset({Fact.PLAIN_PRODUCTS, Fact.OWN_LINEARS})
 
 
 @final

@@ -32,6 +32,7 @@ class Fact(Enum):
     EAGER = "the model runs eagerly"
     EXACT_ACTIVATIONS = "the backward pass reads what the forward pass has saved, to the last bit"
     PLAIN_PRODUCTS = "layers multiply by their weights as they are"
+    OWN_LINEARS = "linear layers are those that the model has made"
     OWN_FORMAT = "layers compute in the number format of their weights"
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"

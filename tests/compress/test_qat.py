@@ -17,14 +17,15 @@ from lowvram.compress.formats.weights import FewBits, int4, int8, int8_dynamic
 from lowvram.compress.qat import FakeQuantized, Int4, Int8, codes_of, rounded, scales_of
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble, skeleton
-from lowvram.core.knob import Knob
+from lowvram.core.fact import Fact
+from lowvram.core.knob import Knob, conflicts
 from lowvram.core.ledger import ledger
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.loops.export.format import Trained
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch
+from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, named
 
 WIDE = Auto().pose(replace(TRANSFORMER, width=32), TOKENS)
 BATCH = make_batch(TOKENS, 9)
@@ -102,6 +103,16 @@ def test_without_plain_products() -> None:
     assert (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().max() > 1e-3
     with pytest.raises(Incompatible, match="adapter=lora needs that layers multiply by their weights as they are"):
         assemble(WIDE, knobs_of(qat="int4", adapter="lora"), CPU)
+
+
+def test_without_own_linears() -> None:
+    """A part of a layer that rounds would round by other scales: those of the part."""
+    layer = trained("int4").model.get_submodule("blocks.0.mlp.up")
+    assert type(layer) is not nn.Linear
+    found = conflicts(named(("sharding", "tensor"), ("qat", "int4")), {Fact.ONE_RANK: ""})
+    assert found == [
+        "sharding=tensor needs that linear layers are those that the model has made, and qat=int4 ends that"
+    ]
 
 
 def test_gradients_pass_the_rounding_unchanged() -> None:

@@ -34,7 +34,7 @@ from lowvram.knobs.sharding.runs import in_runs
 from lowvram.knobs.sharding.runs_row import RunsRow
 from lowvram.knobs.sharding.split_layers import split, split_dim
 
-NEEDS = frozenset({Fact.EAGER, BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS})
+NEEDS = frozenset({Fact.EAGER, Fact.OWN_LINEARS, BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS})
 OF_RUNS = frozenset({Fact.EAGER, NO_RANDOMNESS, NO_TEACHER})
 BREAKS = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES, Fact.PLAIN_PRODUCTS, Fact.COMPILED})
 
