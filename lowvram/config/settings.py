@@ -55,6 +55,7 @@ class TrainSettings:
     eval_every: int | None
     log_every: int
     noise_scale: bool
+    rehearse: bool
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "log_every"):

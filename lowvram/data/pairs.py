@@ -130,6 +130,10 @@ class PairedTexts(Texts):
     def length(self, index: int, epoch: int) -> int:
         return max(1, sum(map(len, self.pair(index))))
 
+    def longest_of_each(self) -> list[int]:
+        lengths = np.array([[len(text) for text in self.pair(index)] for index in range(len(self))])
+        return lengths.argmax(0).tolist()
+
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs {IDS, MASK, DECODER_IDS} and targets, (source_length,) and (target_length,) int64."""
         source, target = self.pair(index)

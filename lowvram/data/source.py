@@ -104,6 +104,10 @@ class Texts(Samples):
         """An upper bound of the real tokens of any `num_samples` samples, all together."""
         return num_samples * self.padded_length
 
+    def longest_of_each(self) -> list[int]:
+        """The samples that are longest in one of several texts, where a sample has several."""
+        return []
+
 
 @dataclass(frozen=True)
 class Data:

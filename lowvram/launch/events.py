@@ -46,6 +46,7 @@ EVENTS: Mapping[str, Fields] = {
     "planned": {"index": int, "fields": dict},
     "progress": {"step": int, "values": dict},
     "ready": {"fields": dict},
+    "rehearsal": {"parts": int, "more_parts": int | None},
     "row": {"rank": int, "fields": dict},
     "searched": {"num_plans": int},
     "snapshot": {"step": int, "path": str},

@@ -53,6 +53,12 @@ class StopRequest(Protocol):
     def defer_interrupts(self) -> AbstractContextManager[None]: ...
 
 
+def parts_of(settings: Settings) -> dict[str, int | None]:
+    """In how many parts a rank computes its slice of a batch, and how many it may try if memory runs out."""
+    accum, num_samples = settings.groups["accum"], settings.train.batch_size // data_ranks().size
+    return {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
+
+
 @final
 @dataclass(frozen=True)
 class Session:
@@ -86,8 +92,6 @@ class Session:
             untold: rows of `metrics.jsonl` up to `step` that earlier parents weren't told.
         """
         print(f"data: {self.data.description}")
-        accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // data_ranks().size
-        parts = {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
         self.events(
             "begin",
             step=step,
@@ -95,7 +99,7 @@ class Session:
             setup_s=self.age_s(),
             untold=list(untold),
             pid=os.getpid(),
-            **parts,
+            **parts_of(self.settings),
         )
 
     def growing(self) -> Session:

@@ -161,6 +161,7 @@ def score(name: str) -> Metric:
 METRICS: tuple[Metric, ...] = (
     Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, logger_name="memory/peak_gib"),
     Metric("memory.reserved_bytes", "reserved {unit}", BYTES, logger_name="memory/reserved_gib", shown_in=NOWHERE),
+    Metric("memory.rehearsed_peak_bytes", "rehearsed {unit}", BYTES, shown_in=NOWHERE),
     Metric("plan.allocated_bytes", "planned {unit}", BYTES, better=SMALLER, logger_name="memory/planned_gib"),
     Metric("plan.reserved_bytes", "planned reserved {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     Metric("plan.host_bytes", "planned host {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),

@@ -46,9 +46,9 @@ class RowSoFar:
         match event:
             case "ready":
                 self.add(fields["fields"])
-            case "begin":
+            case "rehearsal" | "begin":
                 config = with_parts(self.spec.config, fields["parts"])
-                self.add({"time": {"setup_s": fields["setup_s"]}, "config": config})
+                self.add({"time": {"setup_s": fields.get("setup_s")}, "config": config})
                 self.more_parts = fields["more_parts"]
             case "metrics":
                 self.has_steps = True

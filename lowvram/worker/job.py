@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ from lowvram.loops.fields import status_bytes
 from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
+from lowvram.loops.rehearsal import is_rehearsed, rehearse
 from lowvram.loops.session import Events, Session, StopRequest
 from lowvram.loops.setup import (
     acting_allocator,
@@ -98,13 +100,16 @@ def run(
     check_metrics(settings)
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
-    rig = assemble(problem, knobs, device, settings.root.seed)
+    make_rig = partial(assemble, problem, knobs, device, settings.root.seed)
+    rehearsed = rehearse(make_rig, data, settings, spec.plan, events) if is_rehearsed(settings) else {}
+    rig = make_rig()
     seed_all(settings.root.seed + data_ranks().rank)  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     about = (spec.is_resumed, started, resident_bytes, malloc_bytes, chosen(spec.config, choices), spec.run, noise)
     sizes = SameSize(settings.train.batch_size)
     session = Session(settings, knobs, problem, rig, data, sizes, events, stop, spec.folder, *about)
-    return row_fields(session, settings.groups["mode"].run(session), choices["allocator"])
+    results = fields.merged(settings.groups["mode"].run(session), rehearsed)
+    return row_fields(session, results, choices["allocator"])
 
 
 def row_fields(session: Session, results: dict[str, Any], allocator: str) -> dict[str, Any]:

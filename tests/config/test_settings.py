@@ -102,7 +102,8 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (
             "stepz",
             3,
-            "train.stepz=3: must be removed: train knows batch_size, steps, epochs, eval_every, log_every, noise_scale",
+            "train.stepz=3: must be removed: train knows batch_size, steps, epochs, eval_every, log_every, noise_scale,"
+            " rehearse",
         ),
         ("batch_size", "None", "train.batch_size='None': must be null if nothing is meant (YAML's word for it)"),
         ("batch_size", "???", "train.batch_size='???': must be given a value: a whole number"),
@@ -116,14 +117,14 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: TrainSettings(0, 1, None, None, 1, False), "train.batch_size=0: must be at least 1"),
-        (lambda: TrainSettings(1, 0, None, None, 1, False), "train.steps=0: must be at least 1"),
-        (lambda: TrainSettings(1, 1, None, 0, 1, False), "train.eval_every=0: must be null or at least 1"),
+        (lambda: TrainSettings(0, 1, None, None, 1, False, False), "train.batch_size=0: must be at least 1"),
+        (lambda: TrainSettings(1, 0, None, None, 1, False, False), "train.steps=0: must be at least 1"),
+        (lambda: TrainSettings(1, 1, None, 0, 1, False, False), "train.eval_every=0: must be null or at least 1"),
         (
-            lambda: TrainSettings(1, 1, 0.0, None, 1, False),
+            lambda: TrainSettings(1, 1, 0.0, None, 1, False, False),
             "train.epochs=0.0: must be null (train.steps counts) or above 0",
         ),
-        (lambda: TrainSettings(1, 1, None, None, 0, False), "train.log_every=0: must be at least 1"),
+        (lambda: TrainSettings(1, 1, None, None, 0, False, False), "train.log_every=0: must be at least 1"),
         (lambda: MeasureSettings(0, 1, 1.0, False, False, 1, 2), "measure.warmup_steps=0: must be at least 1"),
         (lambda: MeasureSettings(1, 0, 1.0, False, False, 1, 2), "measure.steps=0: must be at least 1"),
         (

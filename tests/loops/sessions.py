@@ -51,6 +51,7 @@ TRAIN: dict[str, Any] = {
     "eval_every": None,
     "log_every": 1,
     "noise_scale": False,
+    "rehearse": False,
 }
 
 
