@@ -90,13 +90,15 @@ def is_in_bad_fork() -> bool:
 
 @contextmanager
 def streams_replaced(names: dict[str, Any]) -> Iterator[None]:
-    """Inside it names of torch.cuda, such as Stream and Event, are replaced, and Tensor.record_stream does nothing.
+    """Inside it names of torch.cuda and of torch.cpu, such as Stream and Event, are replaced, and Tensor.record_stream
+    does nothing.
 
-    The names are public since before 1.13, but need a card. Replaced by streams of the CPU (torch.cpu.Stream, since
-    2.1), once those have events to wait for.
+    Those of torch.cuda are public since before 1.13, but need a card; those of torch.cpu, since 2.1, which FSDP2 takes
+    for tensors of a CPU, don't tell which stream is the current one. Replaced by streams of the CPU, once they do.
     """
     with ExitStack() as undo:
-        for name, value in names.items():
-            undo.enter_context(replaced(torch.cuda, name, value))
+        for module, missing in ((torch.cuda, ()), (torch.cpu, ("Event",))):
+            for name in names.keys() - {*missing}:
+                undo.enter_context(replaced(module, name, names[name]))
         undo.enter_context(replaced(Tensor, "record_stream", lambda tensor, stream: None))
         yield

@@ -358,5 +358,6 @@ def with_losses(trace: Trace, start: int, end: int, num: int) -> Trace:
         phases=with_both(trace.phases, forward, update),
         kinds=torch.cat([trace.kinds, torch.full((num,), KINDS.index(Kind.ACTIVATIONS))]),
         makers=trace.makers + ["the loss of a part"] * num,
+        streams=torch.cat([trace.streams, torch.zeros(num, dtype=torch.int64)]),
         second_step=trace.second_step + (2 * num if end <= trace.second_step else 0),
     )

@@ -53,9 +53,7 @@ def drawn(random: Random) -> Point:
 
 def sizes_of(kind: str) -> dict[str, Any]:
     """Text models in sizes of real use; models of images as the library makes them."""
-    if kind not in OF_TEXT:
-        return {}
-    sizes = KINDS[kind].sizes
+    sizes = {} if kind in OF_IMAGES else KINDS[kind].sizes
     return {name: LARGER.get(size, size) if type(size) is int else size for name, size in sizes.items()}
 
 

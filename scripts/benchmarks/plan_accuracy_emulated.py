@@ -1,7 +1,7 @@
 """How far plans lie from torch's real allocator on emulated cards, and whether budgets hold. Memory only.
 
     scripts/emulated_gpu python scripts/benchmarks/plan_accuracy_emulated.py [FOLDER] [cards=CARDS] [most=N] [replan]
-        [budgets=N] [drawn=N] [print]
+        [budgets=N] [drawn=N | meshes=N] [print]
 
 Every point of emulated_points.py is planned for its card, then runs two updates on it as tests/emulated_cuda emulates
 it: torch's own CUDA build with its dispatcher, its choice of kernels and its caching allocator, over a device whose
@@ -9,8 +9,9 @@ kernels compute nothing. Operators over 4 MiB get no values, so large models run
 docs/results/emulated) keeps plan_accuracy_predictions.jsonl and plan_accuracy_measured.jsonl; what is measured there
 isn't measured again, `replan` plans all anew. `budgets=N` runs the first N held-out points of each card under `vram=`
 of their own `least_vram_bytes` and of 5 % less (plan_accuracy_budgets.jsonl). `drawn=N` takes N points of
-drawn_points.py instead, all of them held out (FOLDER: docs/results/emulated/drawn). CARDS are some of conf/data_sheets,
-with commas. `most=N` measures no more than N points of a card, `print` none. The report is a Markdown page on standard
+drawn_points.py instead, all of them held out (FOLDER: docs/results/emulated/drawn), `meshes=N` N points of
+drawn_meshes.py, over two and four cards (docs/results/emulated/meshes). CARDS are some of conf/data_sheets, with
+commas. `most=N` measures no more than N points of a card, `print` none. The report is a Markdown page on standard
 output. About 12 s a point on one core.
 """
 
@@ -22,12 +23,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from lowvram.config.identity import ROOT
-from scripts.benchmarks import drawn_points, emulated_points
+from scripts.benchmarks import drawn_meshes, drawn_points, emulated_points
 from scripts.benchmarks.book import Book, stamp
 from scripts.benchmarks.emulated_points import Point
 from scripts.benchmarks.plan_accuracy import COMMON, MEASURED, is_done, predicted, say
@@ -36,6 +38,8 @@ from scripts.benchmarks.plan_accuracy_report import Line
 from scripts.benchmarks.runs import Runs
 
 MOST_VALUES_BYTES = 2**22  # of an operator that gets values: all that decides how a run goes on, such as masks
+MOST_VALUES_BYTES_OF_RANKS = 2**26  # also weights that are gathered: what is computed twice is compared
+DRAWS: dict[str, ModuleType] = {"drawn": drawn_points, "meshes": drawn_meshes}
 CONTEXT_MIB = 426  # as plans assume it (lowvram/planning/memory/overheads.py): what a real one takes isn't known here
 
 
@@ -46,27 +50,29 @@ class Asked(NamedTuple):
     cards: tuple[str, ...]  # none: all
     most: int | None  # points of a card that are measured
     num_budgets: int
-    num_drawn: int  # 0: the points of emulated_points.py
+    draw: str  # of DRAWS; "": the points of emulated_points.py
+    num_drawn: int
     replans: bool
     is_child: bool  # this process is on the card
 
     @property
     def points(self) -> list[Point]:
-        return drawn_points.drawn_points(self.num_drawn) if self.num_drawn else emulated_points.emulated_points()
+        return DRAWS[self.draw].drawn_points(self.num_drawn) if self.draw else emulated_points.emulated_points()
 
 
 def asked(words: Sequence[str]) -> Asked:
     values = dict(word.split("=", 1) for word in words if "=" in word)
     folders = [Path(word) for word in words if "=" not in word and word not in ("replan", "print", "child")]
     most = 0 if "print" in words else int(values["most"]) if "most" in values else None
-    num_drawn = int(values.get("drawn", 0))
-    default = ROOT / "docs" / "results" / "emulated" / ("drawn" if num_drawn else "")
+    draw = next((name for name in DRAWS if name in values), "")
+    default = ROOT / "docs" / "results" / "emulated" / draw
     return Asked(
         folder=folders[0] if folders else default,
         cards=tuple(filter(None, values.get("cards", "").split(","))),
         most=most,
         num_budgets=int(values.get("budgets", 0)),
-        num_drawn=num_drawn,
+        draw=draw,
+        num_drawn=int(values.get(draw, 0)),
         replans="replan" in words,
         is_child="child" in words,
     )
@@ -129,16 +135,23 @@ def try_budgets(book: Book, points: Sequence[Point], predictions: Book, runs: Ru
 def work_on(card: str, given: Asked) -> None:
     """All that is asked of one card, in a process that has it."""
     points, books = [point for point in given.points if point.card == card], Books(given.folder)
-    (drawn_points if given.num_drawn else emulated_points).write_models()
+    DRAWS.get(given.draw, emulated_points).write_models()
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
         plan_all(books.predictions, points, runs, given.replans)
         measure_all(books.measured, points, runs, given.most)
         try_budgets(books.budgets, points, books.predictions, runs, given.num_budgets)
 
 
-def environment_of(card: str) -> dict[str, str]:
-    values = {"EMULATED_VALUES": "1", "EMULATED_VALUES_MAX": str(MOST_VALUES_BYTES)}
-    return {**os.environ, **values, "EMULATED_CARD": card, "EMULATED_CONTEXT_MIB": str(CONTEXT_MIB)}
+def environment_of(card: str, draw: str) -> dict[str, str]:
+    is_mesh = draw == "meshes"
+    values = {
+        "EMULATED_CARD": card,
+        "EMULATED_CONTEXT_MIB": CONTEXT_MIB,
+        "EMULATED_DEVICES": drawn_meshes.MOST_CARDS if is_mesh else 1,
+        "EMULATED_VALUES": 1,
+        "EMULATED_VALUES_MAX": MOST_VALUES_BYTES_OF_RANKS if is_mesh else MOST_VALUES_BYTES,
+    }
+    return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
 
 def main() -> None:
@@ -151,7 +164,7 @@ def main() -> None:
     for card in cards:
         words = [word for word in sys.argv[1:] if not word.startswith("cards=")]
         command = [sys.executable, __file__, *words, f"cards={card}", "child"]
-        subprocess.run(command, check=True, env=environment_of(card), cwd=ROOT)
+        subprocess.run(command, check=True, env=environment_of(card, given.draw), cwd=ROOT)
     books = Books(given.folder)
     lines = (book.read() for book in (books.predictions, books.measured, books.budgets))
     report = EmulatedReport(points, *lines, key_of=key_of)  # pyright: ignore[reportCallIssue]

@@ -9,7 +9,7 @@ import pytest
 
 from lowvram.planning.devices import device_names
 from scripts.benchmarks.emulated_points import Point, emulated_points
-from scripts.benchmarks.plan_accuracy_emulated import Asked, Books, asked, key_of, plan_all, try_budgets
+from scripts.benchmarks.plan_accuracy_emulated import DRAWS, Asked, Books, asked, key_of, plan_all, try_budgets
 from scripts.benchmarks.plan_accuracy_emulated_report import EmulatedReport
 from scripts.benchmarks.plan_accuracy_points import TRANSFORMER, Spec
 
@@ -29,16 +29,18 @@ def test_a_third_of_the_points_is_held_out() -> None:
 
 def test_words() -> None:
     assert asked(["here", "cards=t4,h100", "most=3", "replan"]) == Asked(
-        Path("here"), ("t4", "h100"), 3, 0, 0, True, False
+        Path("here"), ("t4", "h100"), 3, 0, "", 0, True, False
     )
-    assert asked(["print", "budgets=4"])[2:] == (0, 4, 0, False, False)
+    assert asked(["print", "budgets=4"])[2:] == (0, 4, "", 0, False, False)
     assert asked(["drawn=9"]).folder.name == "drawn"
+    assert asked(["meshes=9"]).folder.name == "meshes"
 
 
-def test_what_is_drawn_stays_and_is_held_out() -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_is_drawn_stays_and_is_held_out(draw: str) -> None:
     """Points of a longer draw begin with those of a shorter one."""
-    points = asked(["drawn=40"]).points
-    assert points[:9] == asked(["drawn=9"]).points
+    points = asked([f"{draw}=40"]).points
+    assert points[:9] == asked([f"{draw}=9"]).points
     assert len({point.name for point in points}) == 40
     assert all(point.is_held_out for point in points)
     assert {point.card for point in points} <= set(device_names())

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowvram.compat.replaced import replaced
-from lowvram.compat.torch_cuda import streams_replaced
 from lowvram.compat.torch_distributed import gathered_from
 from lowvram.compat.torch_ops import NormOps, kernels_replaced
 from lowvram.compat.torch_optim import foreach_chosen_by
@@ -29,43 +27,19 @@ from lowvram.models import attention as own_attention
 from lowvram.planning.trace.attention import attention
 from lowvram.planning.trace.autocast import register_autocast, weights_cast_once
 from lowvram.planning.trace.cells import gru_cell, lstm_cell
+from lowvram.planning.trace.streams import Streams
 
 ATEN = torch.ops.aten
 
 
-class FakeStream:
-    """A stream or event that does nothing; `query` says that its work is finished."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, other: FakeStream) -> None: ...
-
-    def wait_event(self, event: FakeStream) -> None: ...
-
-    def record(self, stream: FakeStream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-STREAMS: dict[str, Any] = {
-    "Stream": FakeStream,
-    "Event": FakeStream,
-    "current_stream": FakeStream,
-    "stream": lambda stream: nullcontext(),
-}
-
-
 @contextmanager
-def acts_as_card(card: Card) -> Iterator[None]:
-    """Inside it CPU tensors are treated as tensors on `card`."""
+def acts_as_card(card: Card, streams: Streams | None = None) -> Iterator[None]:
+    """Inside it CPU tensors are treated as tensors on `card`, with its `streams`."""
     with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
         undo.enter_context(replaced(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(replaced(host, "copies_overlap", lambda device: True))
         undo.enter_context(replaced(host, "moved", lambda tensor, device: tensor.clone()))
-        undo.enter_context(streams_replaced(STREAMS))
+        undo.enter_context((streams or Streams()).replacing_torchs())
         undo.enter_context(weights_cast_once())
         undo.enter_context(gathered_from(on_card))
         undo.enter_context(foreach_chosen_by(lambda parameter: not host.holds(local(parameter))))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import repeat
 from typing import NamedTuple, final
 
 import torch
@@ -66,6 +65,7 @@ class Trace:
     phases: Tensor  # (events,) int64: index into `PHASES`
     kinds: Tensor  # (storages,) int64: index into `KINDS`
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
+    streams: Tensor  # (storages,) int64: the stream on which each was asked for; 0: the default one
     second_step: int  # the first event of the second step: by then the optimizer's state exists
     first_matmuls: list[int]  # births of the first matrix product in each thread; cuBLAS then allocates a workspace
     reductions: Tensor  # (reductions, 1 + columns) int64: the birth of the first of its two buffers, then a `Reduction`
@@ -140,7 +140,8 @@ class Trace:
             times = 1 + is_anew.long()
             storages, asked = storages.repeat_interleave(times), asked.repeat_interleave(times)
             asked[(times.cumsum(0) - times)[is_anew]] = FREE
-        requests, num_asked = list(zip(storages.tolist(), asked.tolist(), repeat(0))), self._num_asked()
+        streams, num_asked = self.streams[storages].tolist(), self._num_asked()
+        requests = list(zip(storages.tolist(), asked.tolist(), streams, strict=True))
         for event, allocation, size in more:
             requests.insert(int(num_asked[event]), (allocation, size, 0))
         return requests

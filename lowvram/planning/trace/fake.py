@@ -30,6 +30,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.fake_cache import FakeCache
 from lowvram.planning.trace.known_values import KnownValues, UnknownValue
+from lowvram.planning.trace.streams import Streams
 
 ROOT = Path(__file__).parents[2]
 # Packages whose code runs a model; `reason` names the last line that is neither theirs nor torch's.
@@ -52,12 +53,15 @@ class CantPlan(Exception):
 
 
 @contextmanager
-def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = None) -> Iterator[KnownValues]:
+def fake_tensors(
+    target: Target | None = None, on_operator: OnOperator | None = None, streams: Streams | None = None
+) -> Iterator[KnownValues]:
     """Inside it CPU tensors have no memory, and torch treats them as tensors on `target`; None: as tensors on this CPU,
     with the ranks that there are. Yields the values that are known nevertheless.
 
     Args:
         on_operator: called after each operator, with its positional and named arguments and its result.
+        streams: of the card, if `target` is one.
 
     Raises:
         CantPlan: the code inside depends on the value of a tensor, or fails on fake tensors.
@@ -67,7 +71,7 @@ def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = 
         if target is not None:
             undo.enter_context(ranks_of(target.num_ranks, target.rank))
         if target is not None and target.card is not None:
-            undo.enter_context(acts_as_card(target.card))
+            undo.enter_context(acts_as_card(target.card, streams))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         planning_mode = undo.enter_context(PlanningMode(FakeCache(mode), on_operator))
         undo.enter_context(known_values_readable(planning_mode.known.has))

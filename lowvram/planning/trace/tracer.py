@@ -41,6 +41,7 @@ from lowvram.planning.trace.events import BACKWARD_OF, BATCH, KINDS, MADE_IN, PH
 from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
+from lowvram.planning.trace.streams import Streams
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -91,7 +92,8 @@ def trace_of(
 ) -> tuple[Trace, int]:
     """The trace with one choice of what trains, by its index in `Rig.heaviest`; and how many choices there are."""
     trace_recorder = TraceRecorder(target.card)
-    with trace_recorder.recording(), fake_tensors(target, trace_recorder.see) as known:
+    fake = fake_tensors(target, trace_recorder.see, trace_recorder.streams)
+    with trace_recorder.recording(), fake as known:
         rig = assemble(
             problem, {name: without_effect(knob) for name, knob in knobs.items()}, CPU, absent=target.absent()
         )
@@ -151,7 +153,8 @@ class TraceRecorder(Marks):
     """
 
     def __init__(self, card: Card | None) -> None:
-        self.card = card
+        self.card, self.streams = card, Streams()
+        self.streams_of: dict[int, int] = {}  # of storages that were asked for on another than the default one
         self.reductions: list[tuple[int, ...]] = []
         self.first_matmuls: dict[
             bool, int
@@ -210,10 +213,12 @@ class TraceRecorder(Marks):
         return len(self.steps) > 1
 
     def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
-        num_before = len(self.ledger.lines)
+        num_before, born_before = len(self.ledger.lines), len(self.ledger.kinds)
         self.ledger.see(operator, args, out)
         if self.card is not None:
             self.note_scratch(self.card, operator, args, named, num_before)
+        if number := self.streams.current.number:
+            self.streams_of |= dict.fromkeys(range(born_before, len(self.ledger.kinds)), number)
         if self.is_steady:
             self.op_counter.module = self.numbers.get(self.running[-1], NO_MODULE) if self.running else NO_MODULE
             self.op_counter.note(operator, args, named, out)
@@ -310,6 +315,7 @@ class TraceRecorder(Marks):
             phases[torch.searchsorted(firsts, torch.arange(len(lines)), right=True) - 1],
             torch.tensor(kinds),
             [self.ledger.origins.get(serial, "") for serial in range(len(kinds))],
+            torch.tensor([self.streams_of.get(serial, 0) for serial in range(len(kinds))], dtype=torch.int64),
             self.steps[1],
             sorted(self.first_matmuls.values()),
             torch.tensor(self.reductions, dtype=torch.int64).view(-1, 1 + len(Reduction._fields)),

@@ -132,8 +132,8 @@ def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
     storages, num_bytes = torch.tensor(events).T
     kinds, work = torch.tensor([on_device, on_device, on_host]), torch.zeros(0, 9, dtype=torch.int64)
     phases, none = torch.zeros(6, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
-    found = Trace(storages, num_bytes, phases, kinds, ["a", "b", "c"], 0, [], none, [], work)
-    asked = [(0, 100, 0), (1, 200, 0), (0, FREE, 0), (0, 300, 0), (1, FREE, 0)]
+    found = Trace(storages, num_bytes, phases, kinds, ["a", "b", "c"], torch.tensor([0, 3, 0]), 0, [], none, [], work)
+    asked = [(0, 100, 0), (1, 200, 3), (0, FREE, 0), (0, 300, 0), (1, FREE, 3)]
     assert found.requests() == asked
     assert found.requests([(2, -2, 7), (0, -1, 5)]) == [asked[0], (-1, 5, 0), *asked[1:4], (-2, 7, 0), *asked[4:]]
 
