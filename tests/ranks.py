@@ -27,10 +27,15 @@ CONTEXT.set_forkserver_preload(["tests.laboratory", "torch._dynamo"])  # once, s
 
 def on_ranks(work: Callable[..., Result], *args: Any, num_ranks: int = 2, backend: str = "gloo") -> list[Result]:
     """What `work(*args)` returns on each rank. It is a function of a module: processes find it by its name."""
-    with TemporaryDirectory() as folder, CONTEXT.Pool(num_ranks) as pool:
+    with TemporaryDirectory() as folder, CONTEXT.Pool(num_ranks, has_devices, (num_ranks,)) as pool:
         store = Path(folder) / "store"
         ranks = [(rank, num_ranks, backend, store, work, args) for rank in range(num_ranks)]
         return pool.starmap_async(as_rank, ranks, chunksize=1).get(LONGEST_S)
+
+
+def has_devices(number: int) -> None:
+    """Emulated ones: as many as are needed. Before a process reads what it is to do, whose modules may ask for them."""
+    os.environ["EMULATED_DEVICES"] = str(max(number, 2))
 
 
 @cache
@@ -61,7 +66,6 @@ def as_rank(
 ) -> Result:
     torch.set_num_threads(1)
     if "nccl" in backend:
-        os.environ["EMULATED_DEVICES"] = str(max(num_ranks, 2))  # as many as are needed, if devices are emulated
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:

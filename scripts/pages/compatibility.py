@@ -60,17 +60,23 @@ RESNET = ["model.layers=[1,1]", "model.width=16", "model.norm=group", "data.imag
 MODELS = {"transformer": TRANSFORMER, "resnet": RESNET}
 ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: states and adapters round otherwise
 EXTRA = {
+    ("adapter", "freeze"): ["adapter.train=[blocks,head]"],  # some in each stage of a pipeline
     ("compile", "blocks"): ["compile.backend=aot_eager"],
     ("compile", "model"): ["compile.backend=aot_eager"],
     ("optimizer", "lars"): ["optimizer.lr=0.1"],  # by the default one a random direction (zeroth_order) diverges
     ("precision", "fp16"): ["precision.init_scale=1024"],  # a scale that no first step overflows
     ("tile", "mlp"): ["tile.tokens=100"],  # of the 1,024 tokens of a batch
     ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
+    ("sharding", "pipeline"): ["sharding.schedule=gpipe"],  # of a batch in one part, too
 }
 LACKS = {
     "transformer": frozenset[ModelFact](),
     "resnet": frozenset({MLPS, INNER_LINEARS, NORMS, SKIPPABLE, EXITS}),
 }  # options that need these are left out
+REFUSED = {  # and these, whose trial of the model refuses it
+    "transformer": frozenset[Option](),
+    "resnet": frozenset({("sharding", "tensor"), ("sharding", "context")}),
+}
 INTRODUCTION = """# Compatibility
 
 Which options train together. Made by `scripts/python scripts/pages/compatibility.py`; a test compares the page with
@@ -138,7 +144,7 @@ def since(began: float) -> float:
 
 def without_lacked(row: Row, model: str) -> Row:
     """The row with neutral options in place of those that the model can't have."""
-    lacked = {option[0] for option in row if knob_of(option).needs() & LACKS[model]}
+    lacked = {option[0] for option in row if knob_of(option).needs() & LACKS[model] or option in REFUSED[model]}
     return frozenset((group, neutral_options()[group] if group in lacked else name) for group, name in row)
 
 

@@ -12,7 +12,9 @@ from lowvram.config.registry import Option
 from lowvram.core.knob import Knob
 from lowvram.core.mesh import data_ranks
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.adapter import Freeze
 from lowvram.knobs.precision import Fp16
+from lowvram.knobs.sharding import PipelineParallel
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
@@ -27,13 +29,17 @@ TASKS = {
     "transformer": Auto().pose(TRANSFORMER, DataSpec(Modality.TOKENS, 256, (16,))),
     "resnet": Auto().pose(RESNET, DataSpec(Modality.IMAGES, 16, (3, 16, 16))),
 }
-WITHOUT_OVERFLOW: dict[Option, Knob] = {("precision", "fp16"): Fp16(init_scale=1024.0)}
+CHANGED: dict[Option, Knob] = {  # as `compatibility.EXTRA`
+    ("precision", "fp16"): Fp16(init_scale=1024.0),
+    ("sharding", "pipeline"): PipelineParallel(schedule="gpipe"),
+    ("adapter", "freeze"): Freeze(train=["blocks", "head"]),
+}
 History = list[float]  # loss and gradient norm of each step
 
 
 def history(row: Row, problem: str, device: torch.device) -> History:
     """Train a problem of `TASKS` with the options of `row`."""
-    chosen: dict[str, Knob] = {option[0]: WITHOUT_OVERFLOW.get(option, KNOBS[option]) for option in row}
+    chosen: dict[str, Knob] = {option[0]: CHANGED.get(option, KNOBS[option]) for option in row}
     with unfused():
         trained = train(TASKS[problem], knobs_of(**chosen), SIZES, device=device)
     assert all(update.applied for update in trained.updates)

@@ -78,8 +78,7 @@ def stream() -> int:
 
 def finish() -> None:
     """Run everything that is queued on the current stream."""
-    if IS_LATE:
-        device().emulated_finish(stream())
+    device().emulated_finish(stream())
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_long)

@@ -167,13 +167,29 @@ def test_memory_that_is_used_again_too_early_shows_in_values() -> None:
     assert float(printed(USED_AGAIN.format(is_recorded=False), **late)) != 7000.0
 
 
-RANKS = """
+RANK = """
 import os, sys, torch
 import torch.distributed as dist
 rank = int(sys.argv[1])
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=str(rank), WORLD_SIZE="3")
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+"""
+
+
+def printed_by_ranks(code: str) -> list[str]:
+    """What each of three ranks prints, on devices of their own."""
+    port = str(20000 + os.getpid() % 20000)
+    variables = {**os.environ, "EMULATED_VALUES": "1", "EMULATED_DEVICES": "3"}
+    command = [sys.executable, "-c", RANK + code]
+    started = [
+        subprocess.Popen([*command, str(rank), port], env=variables, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    return [process.communicate(timeout=120)[0].strip() for process in started]
+
+
+COLLECTIVES = """
 big = torch.full((2_000_000,), float(rank + 1), device="cuda")
 dist.all_reduce(big)
 half = torch.full((5,), rank + 1.0, device="cuda", dtype=torch.bfloat16)
@@ -189,18 +205,51 @@ dist.destroy_process_group()
 """
 
 
-def test_collectives_move_bytes_between_processes(tmp_path: Path) -> None:
-    port = str(20000 + os.getpid() % 20000)
-    variables = {**os.environ, "EMULATED_VALUES": "1", "EMULATED_DEVICES": "3"}
-    command = [sys.executable, "-c", RANKS]
-    started = [
-        subprocess.Popen([*command, str(rank), port], env=variables, stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    texts = [process.communicate(timeout=120)[0].strip() for process in started]
-    for rank, text in enumerate(texts):
+def test_collectives_move_bytes_between_processes() -> None:
+    for rank, text in enumerate(printed_by_ranks(COLLECTIVES)):
         scattered = [6.0 * (2 * rank), 6.0 * (2 * rank + 1)]
         assert text == f"[6.0] [2.0] [0, 0, 1, 10, 2, 20] {scattered} 2.0"
+
+
+# Each rank asks for what it is to get before it sends anything, and computes while that is on its way.
+MESSAGES = """
+after, before = (rank + 1) % 3, (rank - 1) % 3
+got = torch.zeros(2_000_000, device="cuda")
+coming = dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, before)]) if rank else []
+made = torch.full((2_000_000,), float(rank), device="cuda") * 2
+for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, made, after)]):
+    work.wait()
+for work in coming or dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, before)]):
+    work.wait()
+swapped = torch.zeros(3, device="cuda")
+dist.all_to_all_single(swapped, torch.arange(3.0, device="cuda") + 10 * rank)
+uneven = torch.zeros(rank * 3, device="cuda")
+dist.all_to_all_single(uneven, torch.full((3,), rank + 1.0, device="cuda"), [rank] * 3, [0, 1, 2])
+print((got + 1).unique().tolist(), swapped.tolist(), uneven.tolist())
+"""
+
+
+def test_messages_arrive_behind_the_computation() -> None:
+    for rank, text in enumerate(printed_by_ranks(MESSAGES)):
+        uneven = [other + 1.0 for other in range(3) for _ in range(rank)]
+        assert text == f"[{2.0 * ((rank - 1) % 3) + 1}] {[rank + 10.0 * other for other in range(3)]} {uneven}"
+
+
+# The first would send once it has got something, and so would the second, in whose stream that comes first.
+NEVER = """
+other = torch.zeros(4, device="cuda")
+work = dist.batch_isend_irecv([dist.P2POp(dist.irecv, other, (rank + 1) % 2)]) if rank < 2 else []
+work += dist.batch_isend_irecv([dist.P2POp(dist.isend, other + 1, (rank + 1) % 2)]) if rank < 2 else []
+time.sleep(2)
+print([each.is_completed() for each in work])
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_what_would_wait_for_ever_on_a_card_does_so_here() -> None:
+    """Messages of a stream are sent and taken in their order."""
+    assert printed_by_ranks("import time" + NEVER) == ["[False, False]", "[False, False]", "[]"]
 
 
 LEFT_OUT = """

@@ -3,13 +3,14 @@ CPU, or is refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options, options_of
 from lowvram.core.fact import Fact
-from scripts.pages.compatibility import EXTRA, LACKS, deviation, is_its_own
+from scripts.pages.compatibility import EXTRA, LACKS, REFUSED, deviation, is_its_own
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history
 from tests.laboratory import IS_EMULATED, KNOBS, OF_TRITON
 
@@ -84,6 +85,8 @@ def test_an_option_learns_what_the_plain_loop_does(
         assert "needs that the device is the CPU" in found.sentence
     elif needs & LACKS[model]:
         assert "needs that the " in found.sentence
+    elif option in REFUSED[model]:
+        assert re.match(rf"sharding[.=]{option[1]}: ", found.sentence)
     else:
         losses = learned(found)
         wanted = plain(call, *MODELS[model], *(words if is_its_own(option) else []))

@@ -1,10 +1,11 @@
-"""Two and four CUDA devices, emulated or real, train through NCCL as one process on the CPU does: the cases of
-tests/knobs/test_sharding.py and test_stepping_ranks.py, within their tolerances."""
+"""Two and four CUDA devices, emulated or real, train through NCCL as one process on the CPU does: cases of
+tests/knobs/test_sharding*.py and test_stepping_ranks.py, within their tolerances."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lowvram.core.knob import Knob
 from tests.emulated_cuda.configurations import CUDA
+from tests.knobs import test_sharding_context, test_sharding_pipeline, test_sharding_sequence, test_sharding_tensor
 from tests.knobs.test_sharding import CLIPPED, COPIES, OPTIONS, THREE, TWENTY_STEPS, errors
-from tests.knobs.test_sharding_tensor import GROUPED, MANY, MESHES
+from tests.knobs.test_sharding_pipeline import PIPELINES, together
 from tests.knobs.test_stepping_ranks import CASES
 from tests.laboratory import IS_EMULATED, PROBLEMS, InDouble, Trained, knobs_of, train
 from tests.ranks import on_cards
@@ -73,17 +75,54 @@ def test_four_devices_train_like_one_process(record_property: Callable[[str, obj
     record_property("configurations", len(choices))
 
 
+# What shares one model out, with the names of its meshes that are tried here.
+SHARED_OUT: dict[str, tuple[Any, list[str]]] = {
+    "layers": (test_sharding_tensor, ["a row of two", "two rows", "two rows that are sharded"]),
+    "tokens": (test_sharding_context, ["a row of two", "runs of unequal length", "sharded over two rows"]),
+    "layers and tokens": (test_sharding_sequence, ["a row of two", "two rows that share out states"]),
+}
+
+
 @pytest.mark.skipif(NUM_DEVICES < 4 and not IS_EMULATED, reason="fewer than four CUDA devices")
-def test_devices_that_split_layers_train_like_one_process(record_property: Callable[[str, object], None]) -> None:
-    """In one row, in two, and in two that are sharded."""
-    wanted = [train(InDouble(GROUPED), knobs_of(**each), THREE) for each in MANY]
-    for name in ("a row of two", "two rows", "two rows that are sharded"):
-        _, num_ranks, knob = MESHES[name]
-        choices: list[Choices] = [{**each, "sharding": knob} for each in MANY]
-        for found in on_cards(train_on_card, InDouble(GROUPED), choices, num_ranks=num_ranks):
+@pytest.mark.parametrize("what", SHARED_OUT)
+def test_devices_that_share_a_model_out_train_like_one_process(
+    what: str, record_property: Callable[[str, object], None]
+) -> None:
+    cases, meshes = SHARED_OUT[what]
+    for name in meshes:
+        problem, num_ranks, knob = cases.MESHES[name]
+        choices: list[Choices] = [{**each, "sharding": knob} for each in cases.MANY]
+        wanted = [train(InDouble(problem), knobs_of(**each), THREE) for each in cases.MANY]
+        for found in on_cards(train_on_card, InDouble(problem), choices, num_ranks=num_ranks):
             for one, other in zip(found, wanted, strict=True):
                 assert max(errors(one, other).values()) < 1e-10, name
-        record_property("configurations", len(choices))
+    record_property("configurations", len(meshes) * len(cases.MANY))
+
+
+@pytest.mark.skipif(NUM_DEVICES < 4 and not IS_EMULATED, reason="fewer than four CUDA devices")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two stages",
+        "two stages, gpipe",
+        "two stages each",
+        "two stages each that hold back",
+        "two rows that share out states",
+        "two rows that are sharded",
+        "two stages whose layers are split",
+    ],
+)
+def test_devices_in_a_pipeline_train_like_one_process(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Messages between them wait in streams, as they do on a card."""
+    problem, num_ranks, knob = PIPELINES[name]
+    choices: list[Choices] = [{**each, "sharding": knob} for each in test_sharding_pipeline.MANY]
+    wanted = [train(InDouble(problem), knobs_of(**each), THREE) for each in test_sharding_pipeline.MANY]
+    ranks = on_cards(train_on_card, InDouble(problem), choices, num_ranks=num_ranks)
+    for one, other in zip(zip(*ranks, strict=True), wanted, strict=True):
+        assert max(errors(together([*one], knob.row_shape(num_ranks)), other).values()) < 1e-10
+    record_property("configurations", len(choices))
 
 
 def test_shared_parameters_end_where_whole_ones_do(record_property: Callable[[str, object], None]) -> None:

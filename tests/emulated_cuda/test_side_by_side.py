@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.calls import TINY, Outcome
+from tests.emulated_cuda.holding import FOLDER, Holding
+from tests.laboratory import IS_EMULATED
 from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
@@ -17,6 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_DEVICES < 2, reason="fewer than two CUDA devices"),
 ]
+OF_ANY_MODEL = tuple(word for word in TINY if not word.startswith("model."))
 SEARCH = ("mode=search", *TINY, "device=cuda", "vram=2GiB", "search.groups=[ckpt,accum]", "measure.steps=2")
 
 
@@ -40,3 +44,32 @@ def test_the_probes_of_a_search_have_a_device_each(train: Call) -> None:
     assert beside.out.count(": started, ") == 3
     assert "points run at the same time" not in beside.out
     assert "incompatible" not in beside.out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")
+def test_two_hundred_points_over_four_cards(train: Call, tmp_path: Path, record_property: Callable[..., None]) -> None:
+    """Each has one row, from a card that no other point has at the same time."""
+    held = tmp_path / "held"
+    held.mkdir()
+    seeds = ",".join(str(seed) for seed in range(200))
+    words = (
+        "-m",
+        *OF_ANY_MODEL,
+        "model=external",
+        "model.reads=TOKENS",
+        f"model.target={Holding.__module__}.Holding",
+        "device=cuda",
+        "jobs=auto",
+    )
+    variables = {FOLDER: str(held), "EMULATED_DEVICES": "4"}
+    done = train(*words, "model.args={vocab_size: 256}", "mode=train", f"seed={seeds}", env=variables, timeout_s=1800)
+    assert done.code == 0, done.said()
+    assert len(done.rows) == 200
+    assert set(done.statuses.values()) == {"ok"}
+    assert sorted(row["provenance"]["seed"] for row in done.rows.values()) == list(range(200))
+    numbers = {card.name: card.read_text().split() for card in held.iterdir()}
+    assert sorted(numbers) == ["0", "1", "2", "3"]
+    processes = [number for each in numbers.values() for number in each]
+    assert len(processes) == len(set(processes)) == 200
+    record_property("points", 200)

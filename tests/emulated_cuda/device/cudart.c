@@ -253,7 +253,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t in, cudaEvent_t handle, unsigned fl
   CALLED;
   emu_event *event = (emu_event *)handle;
   if (event && event->capture) stream_of(in)->capture = event->capture;
-  else if (event && emu_late) emu_wait(in, event);
+  else if (event) emu_wait(in, event);
   return cudaSuccess;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t in, cudaStreamCallback_t call, void *argument, unsigned flags) {
@@ -276,7 +276,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t *made) { return cudaEventCreateWithFlags(made, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  if (!emu_late) free(event); /* else a queue may still name it */
+  if (!emu_is_queueing()) free(event); /* else a queue may still name it */
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t in, unsigned flags) {
@@ -286,7 +286,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t in, unsign
   event->at_ms = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
   event->is_recorded = 1;
   event->capture = stream_of(in)->capture;
-  if (emu_late && !event->capture) emu_record(event, in);
+  if (emu_is_queueing() && !event->capture) emu_record(event, in);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t in) { return cudaEventRecordWithFlags(event, in, 0); }

@@ -45,11 +45,13 @@ typedef struct {
   int is_recorded;
   unsigned long long capture; /* the graph that it was recorded for */
 } emu_event;
-extern int emu_late; /* 0: everything is done at once */
+extern int emu_late; /* 0: everything is done at once, but for what waits for another rank */
+int emu_is_queueing(void); /* whether streams are late, or something is in a queue */
 void emu_enqueue_copy(void *stream, void *to, const void *from, size_t num_bytes);
 void emu_enqueue_set(void *stream, void *to, int byte, size_t num_bytes);
 void emu_enqueue_fill(void *stream, void *to, const void *value, size_t width, size_t count);
 void emu_enqueue_call(void *stream, void (*call)(long), long argument);
+void emu_enqueue_message(void *stream, int (*advance)(void *), void *message); /* until `advance` returns 1 */
 void emu_record(emu_event *event, void *stream);
 void emu_wait(void *stream, emu_event *event);
 void emu_finish(void *stream);

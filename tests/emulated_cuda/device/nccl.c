@@ -1,5 +1,7 @@
 /* NCCL between processes of one machine: each rank puts its bytes into memory that all share, waits for the others, and
-   takes what it is to have. Sums are made in the order of ranks by each rank for itself, so all get the same bits. */
+   takes what it is to have. Sums are made in the order of ranks by each rank for itself, so all get the same bits.
+   Messages from one rank to another wait in their stream, as on a card, and nobody waits for them who needn't: a message has
+   arrived when the other rank has taken it, so that what would wait for ever with large ones does so with small ones, too. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <errno.h>
@@ -25,6 +27,7 @@ typedef struct {
   _Atomic int num_here, round;
   _Atomic pid_t process[MAX_RANKS];
   struct { int color, key; } wish[MAX_RANKS]; /* of ncclCommSplit */
+  _Atomic int num_put[MAX_RANKS][MAX_RANKS], num_taken[MAX_RANKS][MAX_RANKS]; /* messages, by sender and receiver */
   char slot[MAX_RANKS][SLOT_BYTES];
 } meeting;
 
@@ -33,7 +36,8 @@ typedef struct {
   int num_ranks, rank, num_splits;
   meeting *shared;
   double factor[MAX_OPS]; /* of ncclRedOpCreatePreMulSum */
-  int num_ops, is_aborted;
+  int num_ops, is_aborted, error;
+  int num_sent[MAX_RANKS], num_received[MAX_RANKS]; /* messages that were asked for, by the other rank */
 } communicator;
 
 static size_t width_of(int type) {
@@ -43,6 +47,9 @@ static size_t width_of(int type) {
 
 /* Waiting: an error if another rank is gone. */
 
+static int is_gone(communicator *comm, int rank) {
+  return comm->shared->process[rank] && kill(comm->shared->process[rank], 0) && errno == ESRCH;
+}
 static int meet(communicator *comm) {
   meeting *shared = comm->shared;
   int round = shared->round;
@@ -55,7 +62,7 @@ static int meet(communicator *comm) {
     if (comm->is_aborted) return SYSTEM_ERROR;
     if (tries % 1000 == 999)
       for (int rank = 0; rank < comm->num_ranks; rank++)
-        if (shared->process[rank] && kill(shared->process[rank], 0) && errno == ESRCH) return REMOTE_ERROR;
+        if (is_gone(comm, rank)) return REMOTE_ERROR;
     usleep(tries < 100 ? 0 : 100);
   }
   return OK;
@@ -175,9 +182,6 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, 
 int ncclBcast(void *data, size_t count, int type, int root, communicator *comm, void *in) {
   return ncclBroadcast(data, data, count, type, root, comm, in);
 }
-int ncclSend(const void *from, size_t count, int type, int peer, communicator *comm, void *in) { return INVALID_USAGE; }
-int ncclRecv(void *to, size_t count, int type, int peer, communicator *comm, void *in) { return INVALID_USAGE; }
-int ncclAlltoAll(const void *from, void *to, size_t count, int type, communicator *comm, void *in) { return INVALID_USAGE; }
 int ncclRedOpCreatePreMulSum(int *op, void *factor, int type, int residence, communicator *comm) {
   if (FIRST_OWN + comm->num_ops >= MAX_OPS) return INVALID_USAGE;
   *op = FIRST_OWN + comm->num_ops++;
@@ -189,12 +193,127 @@ int ncclRedOpDestroy(int op, communicator *comm) {
   return OK;
 }
 
-/* Communicators. */
-
 static void path_of(const unique_id *id, char *path, size_t length) {
   int end = snprintf(path, length, "/emulated-nccl-");
   for (int i = 0; i < 16; i++) end += snprintf(path + end, length - end, "%02x", (unsigned char)id->bytes[i]);
 }
+
+/* Messages. Those of a group of calls go at once, and are one entry of their stream. */
+
+enum { PATH_LENGTH = 120 };
+typedef struct message {
+  communicator *comm;
+  int is_sent; /* or received, by this rank */
+  int sender, receiver, number;
+  char *at; /* NULL for the sender, when it is on its way */
+  size_t num_bytes;
+  struct message *next;
+} message;
+
+static _Thread_local message *grouped;
+static _Thread_local void *grouped_in; /* the stream */
+static _Thread_local int group_depth;
+
+static void path_of_message(const message *of, char *path) {
+  path_of(&of->comm->id, path, PATH_LENGTH);
+  size_t end = strlen(path);
+  snprintf(path + end, PATH_LENGTH - end, "-%d-%d-%d", of->sender, of->receiver, of->number);
+}
+
+static int put(message *sent) {
+  char path[PATH_LENGTH];
+  path_of_message(sent, path);
+  int file = shm_open(path, O_RDWR | O_CREAT | O_EXCL, 0600);
+  int error = file < 0 || write(file, sent->at, sent->num_bytes) != (ssize_t)sent->num_bytes;
+  close(file);
+  sent->comm->shared->num_put[sent->sender][sent->receiver]++;
+  return error;
+}
+static int take_message(message *received) {
+  char path[PATH_LENGTH];
+  path_of_message(received, path);
+  int file = shm_open(path, O_RDONLY, 0600);
+  int error = file < 0 || lseek(file, 0, SEEK_END) != (off_t)received->num_bytes;
+  if (!error) error = pread(file, received->at, received->num_bytes, 0) != (ssize_t)received->num_bytes;
+  close(file);
+  shm_unlink(path);
+  received->comm->shared->num_taken[received->sender][received->receiver]++;
+  return error;
+}
+
+static int is_through(message *each) { /* or can't be any more */
+  communicator *comm = each->comm;
+  _Atomic int *num_put = &comm->shared->num_put[each->sender][each->receiver];
+  _Atomic int *num_taken = &comm->shared->num_taken[each->sender][each->receiver];
+  if (comm->is_aborted || comm->error) return 1;
+  if (each->is_sent && each->at && *num_put == each->number) {
+    if (put(each)) comm->error = SYSTEM_ERROR;
+    each->at = NULL;
+  }
+  if (!each->is_sent && *num_put > each->number && *num_taken == each->number) {
+    if (take_message(each)) comm->error = INVALID_USAGE;
+    return 1;
+  }
+  if (*num_taken > each->number) return 1;
+  if (is_gone(comm, each->is_sent ? each->receiver : each->sender)) comm->error = REMOTE_ERROR;
+  return comm->error != OK;
+}
+static int advance(void *group) { /* a list that begins with an empty message */
+  for (message **place = &((message *)group)->next; *place;) {
+    message *each = *place;
+    if (is_through(each)) {
+      *place = each->next;
+      free(each);
+    } else place = &each->next;
+  }
+  if (((message *)group)->next) return 0;
+  free(group);
+  return 1;
+}
+
+int ncclGroupStart(void) {
+  group_depth++;
+  return OK;
+}
+int ncclGroupEnd(void) {
+  if (--group_depth || !grouped) return OK;
+  message *group = calloc(1, sizeof *group);
+  group->next = grouped;
+  grouped = NULL;
+  emu_enqueue_message(grouped_in, advance, group);
+  return OK;
+}
+static int post(message asked, void *in) {
+  if (grouped && grouped_in != in) return INVALID_USAGE; /* not needed so far */
+  ncclGroupStart();
+  message **place = &grouped;
+  while (*place) place = &(*place)->next; /* in their order */
+  *place = malloc(sizeof **place);
+  **place = asked;
+  grouped_in = in;
+  return ncclGroupEnd();
+}
+int ncclSend(const void *from, size_t count, int type, int peer, communicator *comm, void *in) {
+  if (peer < 0 || peer >= comm->num_ranks) return INVALID_USAGE;
+  size_t num_bytes = count * width_of(type);
+  return post((message){comm, 1, comm->rank, peer, comm->num_sent[peer]++, (char *)from, num_bytes}, in);
+}
+int ncclRecv(void *to, size_t count, int type, int peer, communicator *comm, void *in) {
+  if (peer < 0 || peer >= comm->num_ranks) return INVALID_USAGE;
+  return post((message){comm, 0, peer, comm->rank, comm->num_received[peer]++, to, count * width_of(type)}, in);
+}
+int ncclAlltoAll(const void *from, void *to, size_t count, int type, communicator *comm, void *in) {
+  int error = ncclGroupStart();
+  for (int rank = 0; rank < comm->num_ranks && !error; rank++) {
+    size_t start = rank * count * width_of(type);
+    error = ncclSend((const char *)from + start, count, type, rank, comm, in);
+    if (!error) error = ncclRecv((char *)to + start, count, type, rank, comm, in);
+  }
+  int left = ncclGroupEnd();
+  return error ? error : left;
+}
+
+/* Communicators. */
 
 static int join(communicator **made, int num_ranks, const unique_id *id, int rank) {
   char path[80];
@@ -246,7 +365,7 @@ int ncclCommSplit(communicator *comm, int color, int key, communicator **made, v
 }
 int ncclCommCount(communicator *comm, int *number) { *number = comm->num_ranks; return OK; }
 int ncclCommUserRank(communicator *comm, int *rank) { *rank = comm->rank; return OK; }
-int ncclCommGetAsyncError(communicator *comm, int *error) { *error = OK; return OK; }
+int ncclCommGetAsyncError(communicator *comm, int *error) { *error = comm->error; return OK; }
 int ncclCommAbort(communicator *comm) { comm->is_aborted = 1; return OK; }
 const char *ncclGetErrorString(int error) {
   return error == OK ? "no error" : error == REMOTE_ERROR ? "another rank is gone" : "error of the emulated device";

@@ -1,6 +1,7 @@
 /* Streams that are late on purpose. Each stream is a queue; what is in it happens when somebody must wait for it, or when
-   EMULATED_LATE says so: 0 at once; 1 side streams are as late as may be; 2 the default one is; 3 all are; 4 by chance
-   (EMULATED_SEED). A wait that the program forgot then shows as wrong values, or as memory that is used again too early. */
+   EMULATED_LATE says so: 0 at once, but for messages between ranks and what comes after them; 1 side streams are as late as
+   may be; 2 the default one is; 3 all are; 4 by chance (EMULATED_SEED). A wait that the program forgot then shows as wrong
+   values, or as memory that is used again too early. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <dlfcn.h>
@@ -8,10 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { LATE_SIDE = 1, LATE_DEFAULT = 2, LATE_ALL = 3, LATE_BY_CHANCE = 4 };
 enum { LONGEST_QUEUE = 1000 };
-enum work_kind { COPY, SET, FILL, CALL, RECORD, WAIT };
+enum work_kind { COPY, SET, FILL, CALL, RECORD, WAIT, MESSAGE };
 
 typedef struct work {
   enum work_kind kind;
@@ -23,6 +25,8 @@ typedef struct work {
   size_t width;
   void (*call)(long);
   long argument;
+  int (*advance)(void *); /* of MESSAGE; NULL once it has returned 1 */
+  void *message;
   emu_event *event;
   uint64_t number; /* which record of the event */
   emu_queue *queue; /* of WAIT: where the record is */
@@ -39,6 +43,7 @@ struct emu_queue {
 
 int emu_late;
 static emu_queue *queues;
+static _Atomic size_t num_queued; /* in all queues */
 static pthread_mutex_t lock;
 static unsigned seed;
 static unsigned long long num_forced; /* waits that had to run another queue */
@@ -89,6 +94,13 @@ static emu_queue *queue_of(void *stream) {
   return queues = queue;
 }
 
+int emu_is_queueing(void) { return emu_late || num_queued; }
+
+static int has_arrived(work *item) {
+  if (item->advance && item->advance(item->message)) item->advance = NULL;
+  return !item->advance;
+}
+
 static void run_until(emu_queue *queue, emu_event *event, uint64_t number);
 
 static void run_first(emu_queue *queue) {
@@ -97,6 +109,7 @@ static void run_first(emu_queue *queue) {
   queue->first = item->next;
   if (!queue->first) queue->last = NULL;
   queue->length--;
+  num_queued--;
   switch (item->kind) {
   case COPY: emu_copy(item->to, item->from, item->num_bytes); break;
   case SET: emu_set(item->to, item->byte, item->num_bytes); break;
@@ -116,6 +129,9 @@ static void run_first(emu_queue *queue) {
       run_until(item->queue, item->event, item->number);
     }
     break;
+  case MESSAGE:
+    while (!has_arrived(item)) usleep(100);
+    break;
   }
   free(item->owned);
   free(item);
@@ -125,13 +141,27 @@ static void run_until(emu_queue *queue, emu_event *event, uint64_t number) {
   while (queue->first && (!event || event->num_done < number)) run_first(queue);
 }
 
+/* Whether running what is first in a queue waits for no other rank. */
+static int is_ready(emu_queue *queue) {
+  work *item = queue->first;
+  if (!item || (item->kind == MESSAGE && !has_arrived(item))) return 0;
+  if (item->kind != WAIT) return 1;
+  while (item->event->num_done < item->number && is_ready(item->queue)) run_first(item->queue);
+  return item->event->num_done >= item->number;
+}
+
+static void run_what_is_ready(emu_queue *queue) {
+  while (is_ready(queue)) run_first(queue);
+}
+
 static void run_by_chance(void) {
   size_t num_queues = 0;
   for (emu_queue *queue = queues; queue; queue = queue->next) num_queues++;
   size_t place = rand_r(&seed) % num_queues;
   emu_queue *queue = queues;
   while (place--) queue = queue->next;
-  for (int number = rand_r(&seed) % 6; number > 0; number--) run_first(queue);
+  for (int number = rand_r(&seed) % 6; number > 0; number--)
+    if (queue->first && (queue->first->kind != MESSAGE || is_ready(queue))) run_first(queue);
 }
 
 static void push(void *stream, work item) {
@@ -144,14 +174,17 @@ static void push(void *stream, work item) {
   else queue->first = copy;
   queue->last = copy;
   queue->length++;
-  if (!emu_late || (emu_late == LATE_SIDE && !queue->stream) || (emu_late == LATE_DEFAULT && queue->stream)) run_until(queue, NULL, 0);
+  num_queued++;
+  if (!emu_late) run_what_is_ready(queue);
+  if ( (emu_late == LATE_SIDE && !queue->stream) || (emu_late == LATE_DEFAULT && queue->stream))
+    run_until(queue, NULL, 0);
   if (emu_late == LATE_BY_CHANCE) run_by_chance();
   while (queue->length > LONGEST_QUEUE) run_first(queue);
   leave(python);
 }
 
 void emu_enqueue_copy(void *stream, void *to, const void *from, size_t num_bytes) {
-  if (!emu_late) return emu_copy(to, from, num_bytes);
+  if (!emu_is_queueing()) return emu_copy(to, from, num_bytes);
   if (!emu_look_up(to, NULL)) { /* to pageable memory: as CUDA does, it returns when it is done */
     emu_finish(stream);
     return emu_copy(to, from, num_bytes);
@@ -166,7 +199,7 @@ void emu_enqueue_copy(void *stream, void *to, const void *from, size_t num_bytes
 }
 
 void emu_enqueue_set(void *stream, void *to, int byte, size_t num_bytes) {
-  if (!emu_late) return emu_set(to, byte, num_bytes);
+  if (!emu_is_queueing()) return emu_set(to, byte, num_bytes);
   push(stream, (work){.kind = SET, .to = to, .byte = byte, .num_bytes = num_bytes});
 }
 
@@ -180,6 +213,10 @@ void emu_enqueue_call(void *stream, void (*call)(long), long argument) {
   push(stream, (work){.kind = CALL, .call = call, .argument = argument});
 }
 
+void emu_enqueue_message(void *stream, int (*advance)(void *), void *message) {
+  push(stream, (work){.kind = MESSAGE, .advance = advance, .message = message});
+}
+
 void emu_record(emu_event *event, void *stream) {
   void *python = enter();
   event->queue = queue_of(stream);
@@ -189,6 +226,7 @@ void emu_record(emu_event *event, void *stream) {
 }
 
 void emu_wait(void *stream, emu_event *event) {
+  if (event->num_done >= event->num_asked) return;
   void *python = enter();
   if (event->num_done < event->num_asked && event->queue != queue_of(stream))
     push(stream, (work){.kind = WAIT, .event = event, .number = event->num_asked, .queue = event->queue});
@@ -196,14 +234,14 @@ void emu_wait(void *stream, emu_event *event) {
 }
 
 void emu_finish(void *stream) {
-  if (!emu_late) return;
+  if (!emu_is_queueing()) return;
   void *python = enter();
   run_until(queue_of(stream), NULL, 0);
   leave(python);
 }
 
 void emu_finish_all(void) {
-  if (!emu_late) return;
+  if (!emu_is_queueing()) return;
   void *python = enter();
   for (emu_queue *queue = queues; queue; queue = queue->next) run_until(queue, NULL, 0);
   leave(python);
@@ -219,17 +257,19 @@ void emu_finish_event(emu_event *event) {
 int emu_is_event_done(emu_event *event) {
   if (event->num_done >= event->num_asked) return 1;
   if (pthread_mutex_trylock(&lock)) return 0;
-  if (rand_r(&seed) % 2) run_first(event->queue);
+  if (!emu_late) run_what_is_ready(event->queue);
+  else if (rand_r(&seed) % 2) run_first(event->queue);
   int is_done = event->num_done >= event->num_asked;
   pthread_mutex_unlock(&lock);
   return is_done;
 }
 
 int emu_is_stream_done(void *stream) {
-  if (!emu_late) return 1;
+  if (!emu_is_queueing()) return 1;
   if (pthread_mutex_trylock(&lock)) return 0;
   emu_queue *queue = queue_of(stream);
-  if (rand_r(&seed) % 2) run_first(queue);
+  if (!emu_late) run_what_is_ready(queue);
+  else if (rand_r(&seed) % 2) run_first(queue);
   int is_done = !queue->first;
   pthread_mutex_unlock(&lock);
   return is_done;
