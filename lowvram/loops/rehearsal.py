@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowvram.config.errors import require
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core import generators
 from lowvram.core.knob import is_compiled
@@ -30,16 +31,21 @@ def is_rehearsed(settings: Settings) -> bool:
 
 def rehearse(
     make_rig: Callable[[], Rig], data: Data, settings: Settings, plan: Mapping[str, Any] | None, events: Events
-) -> dict[str, Any]:
-    """Take the steps, say what they took, and leave no trace of them, neither in random generators nor in the device's
-    memory. A collective.
+) -> tuple[Rig, dict[str, Any]]:
+    """Take the steps, say what they took, and leave no trace of them, neither in random generators (the model's own
+    included) nor in the device's memory. A collective.
 
     Returns:
-        The row's fields.
+        The rig to train, made anew, and the row's fields.
+
+    Raises:
+        BadInput: to make the model draws from a generator of its own, so that it would be another one now.
     """
     before, rig = generators.saved(), make_rig()
+    own = generators.states_of(generators.sources_of(rig.model))
     events("rehearsal", **parts_of(settings))
     peak_bytes = peak_of(rig, data, settings)
+    generators.restore(generators.moved(own))
     del rig
     torch.compiler.reset()  # compiled code keeps its model
     gc.collect()
@@ -52,7 +58,10 @@ def rehearse(
     planned = (plan or {}).get("allocated_bytes")
     taken = f"took {size_text(peak_bytes)} at its peak" if peak_bytes else "fits"
     print(f"rehearsed: a step of the heaviest batch {taken}{f', planned {size_text(planned)}' if planned else ''}")
-    return {"memory": {"rehearsed_peak_bytes": peak_bytes or None}}
+    rig = make_rig()
+    allowed = "false for this model: making it draws from a generator of its own, and the second one would be another"
+    require(not generators.moved(own), "train.rehearse", True, allowed)
+    return rig, {"memory": {"rehearsed_peak_bytes": peak_bytes or None}}
 
 
 def peak_of(rig: Rig, data: Data, settings: Settings) -> int:

@@ -101,8 +101,9 @@ def run(
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     make_rig = partial(assemble, problem, knobs, device, settings.root.seed)
-    rehearsed = rehearse(make_rig, data, settings, spec.plan, events) if is_rehearsed(settings) else {}
-    rig = make_rig()
+    rig, rehearsed = (
+        rehearse(make_rig, data, settings, spec.plan, events) if is_rehearsed(settings) else (make_rig(), {})
+    )
     seed_all(settings.root.seed + data_ranks().rank)  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     about = (spec.is_resumed, started, resident_bytes, malloc_bytes, chosen(spec.config, choices), spec.run, noise)

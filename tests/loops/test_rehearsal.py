@@ -80,3 +80,36 @@ def test_more_parts_are_tried_if_the_rehearsal_runs_out_of_memory(call: Call, tm
     assert [attempt["parts"] for attempt in done.row["attempts"]][:1] == [1], done.row["attempts"]
     assert done.row["config"]["accum"]["parts"] > 1
     assert done.row["memory"]["rehearsed_peak_bytes"] < whole
+
+
+OWN = """
+import torch
+from torch import nn
+
+OWN = torch.Generator().manual_seed(5)
+
+
+class Net(nn.Module):
+    def __init__(self, vocab_size: int, drawn: int = 0) -> None:
+        super().__init__()
+        torch.rand(drawn, generator=OWN)
+        self.embed, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids) + 0.1 * torch.randn(8, generator=OWN))
+"""
+
+
+@pytest.mark.slow
+def test_a_generator_in_the_models_file_is_put_back(train: Call, tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(OWN)
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += ["model=external", "model.target=drawing.Net", "model.reads=TOKENS"]
+    env = {"PYTHONPATH": str(tmp_path)}
+    for each in ("false", "true"):
+        folder = f"hydra.run.dir=is_{each}"
+        done = train(*words, "model.args={vocab_size: 256}", f"train.rehearse={each}", folder, env=env)
+        assert done.code == 0, done.said()
+    assert history(tmp_path / "is_false") == history(tmp_path / "is_true")
+    refused = train(*words, "model.args={vocab_size: 256, drawn: 3}", "train.rehearse=true", env=env)
+    assert "train.rehearse=true: must be false for this model" in refused.out + refused.err, refused.said()

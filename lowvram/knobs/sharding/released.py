@@ -20,8 +20,9 @@ LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it
 
 @contextmanager
 def released(*tensors: Tensor) -> Iterator[None]:
-    """Ends when nobody else holds the memory of these tensors than before: messages inside it have ended then."""
-    storages = [each.untyped_storage() for each in tensors if not is_fake(each)]
+    """Ends when nobody else holds the memory of these tensors than before: messages inside it have ended then. On a
+    card, whose messages are NCCL's, it waits for nobody."""
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and not is_fake(each)]
     before = [num_holders(each) for each in storages]
     yield
     until_s = time.monotonic() + LONGEST_HOLD_S

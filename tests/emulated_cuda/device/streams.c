@@ -176,7 +176,7 @@ static void push(void *stream, work item) {
   queue->length++;
   num_queued++;
   if (!emu_late) run_what_is_ready(queue);
-  if ( (emu_late == LATE_SIDE && !queue->stream) || (emu_late == LATE_DEFAULT && queue->stream))
+  if ((emu_late == LATE_SIDE && !queue->stream) || (emu_late == LATE_DEFAULT && queue->stream))
     run_until(queue, NULL, 0);
   if (emu_late == LATE_BY_CHANCE) run_by_chance();
   while (queue->length > LONGEST_QUEUE) run_first(queue);
