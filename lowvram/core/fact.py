@@ -23,6 +23,7 @@ class Fact(Enum):
     MANY_RANKS = "the point has several ranks"
     FIXED_BLOCKS = "a block computes the same in every step"
     EVERY_BLOCK = "every block computes in every step"
+    CHAINED_BLOCKS = "only the next block reads what a block has made"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"

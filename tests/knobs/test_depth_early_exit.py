@@ -10,12 +10,13 @@ import torch
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Knob
+from lowvram.core.knob import Knob, conflicts
 from lowvram.core.probes.stated import TAIL
 from lowvram.core.rig import IGNORE, Rig
 from lowvram.core.step import step
 from lowvram.knobs.depth import EarlyExit
 from lowvram.knobs.depth.early_exit import first_sure
+from lowvram.knobs.sharding.find_segments import FindSegments, names_of
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
@@ -28,6 +29,7 @@ from tests.laboratory import (
     Trained,
     knobs_of,
     make_batch,
+    named,
     peak_as_measured,
     peak_as_planned,
     relative_error,
@@ -103,6 +105,18 @@ def test_ranks_give_the_step_of_the_whole_batch() -> None:
 
 def train_all(task: Problem, choices: list[dict[str, Knob]]) -> list[Trained]:
     return [train(task, knobs, [8] * 2) for knobs in choices]
+
+
+@pytest.mark.parametrize("problem", DEEP)
+def test_without_chained_blocks(problem: str) -> None:
+    """A stage of a pipeline is given what the stage before has made last, and nothing of earlier blocks."""
+    rig = rig_of(problem, depth=BOTH[problem])
+    with pytest.raises(Incompatible, match=r"what stands after the blocks reads what \S+ has made"):
+        rig.structure.get(FindSegments(names_of(rig.model)))
+    why = conflicts(named(("depth", "early_exit"), ("sharding", "pipeline")), {})
+    assert why == [
+        "sharding=pipeline needs that only the next block reads what a block has made, and depth=early_exit ends that"
+    ]
 
 
 @pytest.mark.parametrize("problem", DEEP)

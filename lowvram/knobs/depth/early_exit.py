@@ -48,6 +48,7 @@ class EarlyExit(Knob):
     band = 1e-5
     decides_learning = True
     needs_always = frozenset({BLOCKS, HEAD, EXITS, Fact.FULL_LOGITS})
+    breaks_always = frozenset({Fact.CHAINED_BLOCKS})
 
     def __post_init__(self) -> None:
         numbers = self.exits

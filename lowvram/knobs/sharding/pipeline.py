@@ -78,7 +78,7 @@ class PipelineParallel(DDP):
     saves = Kind.PARAMETERS
     needs_always = DDP.needs_always | {
         *(Fact.EAGER, Fact.GRADS_AT_UPDATE, Fact.SEPARATE_UPDATES, Fact.SAME_PARAMS, Fact.FIXED_BLOCKS),
-        *(BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS),
+        *(Fact.CHAINED_BLOCKS, BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS),
     }
     breaks_always = DDP.breaks_always | {Fact.EVERY_PARAMETER, Fact.PLAIN_BACKWARD, Fact.COMPILED}
 
