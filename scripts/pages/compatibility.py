@@ -46,6 +46,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 ONLY_NEW = "only=new"
 FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW
 FLOOR_OF_CODES = 1e-3  # the same where the optimizer keeps its state in codes of few bits, which may become others
+FLOOR_OF_BF16 = 5e-4  # the same where an optimizer computes in bf16 with matrices of which each rank has a part
 COMMON = [
     "mode=measure",
     "measure.reruns=0",
@@ -59,6 +60,7 @@ TRANSFORMER = ["model.num_layers=2", "model.width=32", "model.num_heads=2", "dat
 RESNET = ["model.layers=[1,1]", "model.width=16", "model.norm=group", "data.image_size=16", "data.num_classes=16"]
 MODELS = {"transformer": TRANSFORMER, "resnet": RESNET}
 ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: states and adapters round otherwise
+IN_BF16 = frozenset({("optimizer", "muon")})  # whose updates are products in bf16: sums in another order differ there
 EXTRA = {
     ("adapter", "freeze"): ["adapter.train=[blocks,head]"],  # some in each stage of a pipeline
     ("compile", "blocks"): ["compile.backend=aot_eager"],
@@ -86,8 +88,9 @@ torch {torch}, Python {python}, CPU. {rows} configurations contain every pair th
 ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks where an option
 needs several. A pair trains if losses, gradient norms and the evaluation differ from those of
 a run that learns the same (optimizer, adapter, sparsity, zeroth_order), and all other options neutral, by no more than
-the sum of the errors that the options allow ([knobs.md](knobs.md)), once more in each step, + {floor:g}, or
-{of_codes:g} where the optimizer keeps its state in few bits. With `stepping=zeroth_order` losses alone are compared:
+the sum of the errors that the options allow ([knobs.md](knobs.md)), once more in each step, + {floor:g}; or
+{of_codes:g} where the optimizer keeps its state in few bits, and {of_bf16:g} where it computes updates in bf16 (Muon)
+of matrices of which each rank has a part. With `stepping=zeroth_order` losses alone are compared:
 its gradient is the difference of two that are nearly equal, and any rounding changes it. Compiled models ran with
 `compile.backend=aot_eager`; the code that inductor writes is left to the test suite.
 """
@@ -156,9 +159,16 @@ def is_its_own(option: Option) -> bool:
 
 def tolerance(row: Row, step: int = 1) -> float:
     """Relative: what its options say of themselves, added up; in each step as much is added to what was before."""
-    has_codes = any(group == "optimizer" and knob_of((group, name)).exactness is Exactness.LOSSY for group, name in row)
-    floor = FLOOR_OF_CODES if has_codes else FLOOR
-    return floor + step * sum(knob_of(option).band for option in row if not is_its_own(option))
+    return floor(row) + step * sum(knob_of(option).band for option in row if not is_its_own(option))
+
+
+def floor(row: Row) -> float:
+    """Relative: what is allowed whatever the options say."""
+    if any(group == "optimizer" and knob_of((group, name)).exactness is Exactness.LOSSY for group, name in row):
+        return FLOOR_OF_CODES
+    knobs = [knob_of(option) for option in row]
+    has_parts = any(Fact.MANY_RANKS in knob.needs() and Fact.WHOLE_UPDATES in knob.breaks() for knob in knobs)
+    return FLOOR_OF_BF16 if has_parts and row & IN_BF16 else FLOOR
 
 
 def deviation(row: Row, found: Sequence[float], wanted: Sequence[float]) -> str | None:
@@ -256,6 +266,7 @@ def page(
             rows=num_rows,
             floor=FLOOR,
             of_codes=FLOOR_OF_CODES,
+            of_bf16=FLOOR_OF_BF16,
         ),
         "| pairs of options | number |\n|---|---:|",
         f"| all | {len(pairs)} |",

@@ -22,8 +22,9 @@ from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 from lowvram.knobs.optimizer.matrices import roles_of
 from lowvram.models.transformer import Positions
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, train
+from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, InDouble, knobs_of, relative_error, train
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 LEARNED = Auto().pose(replace(TRANSFORMER, positions=Positions.learned, tied_embeddings=False), TOKENS)
 
@@ -119,6 +120,33 @@ def test_ranks_make_the_whole_matrix_orthogonal(dtype: torch.dtype) -> None:
     wanted = one_update(is_shared=False, dtype=dtype)
     for found in on_ranks(one_update, True, dtype):
         assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def orthogonal(gradient: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
+    """torch's iteration, without its rounding to bf16."""
+    a, b, c = coefficients
+    is_tall = gradient.shape[0] > gradient.shape[1]
+    x = gradient.T if is_tall else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def trained_in_double(sharding: str) -> dict[str, Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonal)
+        found = train(InDouble(PROBLEMS["transformer"]), knobs_of(optimizer="muon", sharding=sharding), [12, 12])
+    return found.parameters
+
+
+@pytest.mark.parametrize("sharding", first_of(["tensor", "fsdp"]))
+def test_but_for_rounding_to_bf16_ranks_update_like_one_process(sharding: str) -> None:
+    """They have parts of the matrices, in an order of their own where several layers stand side by side."""
+    wanted = trained_in_double("none")
+    for found in on_ranks(trained_in_double, sharding):
+        assert relative_error(found, wanted) < 1e-12
 
 
 CHOICES: list[dict[str, str | Knob]] = [{}, {"stepping": "in_backward"}, {"stepping": "cpu_offload", "accum": "x2"}]

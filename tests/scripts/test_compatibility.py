@@ -16,12 +16,14 @@ from scripts.benchmarks.runs import Runs
 from scripts.pages import compatibility
 from scripts.pages.compatibility import (
     FLOOR,
+    FLOOR_OF_BF16,
     FLOOR_OF_CODES,
     PAGE,
     Grid,
     Tried,
     counted,
     fault,
+    floor,
     is_its_own,
     options_lines,
     options_on,
@@ -100,6 +102,17 @@ def test_a_point_that_did_not_end_well_is_a_fault() -> None:
 def test_an_optimizer_is_compared_with_itself() -> None:
     assert tolerance(frozenset({**neutral_options(), "optimizer": "sgd"}.items())) == FLOOR
     assert tolerance(frozenset({**neutral_options(), "optimizer": "adamw_8bit"}.items())) == FLOOR_OF_CODES
+
+
+def test_ranks_may_round_the_parts_of_muons_matrices_otherwise() -> None:
+    def of(**options: str) -> float:
+        return floor(frozenset({**neutral_options(), **options}.items()))
+
+    assert of(optimizer="muon", sharding="tensor") == of(optimizer="muon", sharding="fsdp") == FLOOR_OF_BF16
+    assert of(optimizer="muon_companded", sharding="tensor") == FLOOR_OF_CODES
+    others = {"optimizer": "muon"}, {"optimizer": "muon", "sharding": "ddp"}, {"sharding": "tensor"}
+    alone = {"optimizer": "muon", "offload": "parameters"}
+    assert {of(**options) for options in (*others, alone)} == {FLOOR}
 
 
 def test_what_decides_what_is_learnt_is_compared_with_itself() -> None:
