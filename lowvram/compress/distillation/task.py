@@ -21,7 +21,7 @@ from lowvram.compress.distillation.soft import CachedSoftTargets, LiveSoftTarget
 from lowvram.compress.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import Settings
-from lowvram.core.probes.stated import HAS_SOFT_TARGETS
+from lowvram.core.probes.stated import HAS_SOFT_TARGETS, READS_BLOCKS
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.structure import Stating
 from lowvram.core.values import materialise
@@ -147,7 +147,8 @@ class Distilled(Problem):
         return self.plain.scores(loss, accuracy)
 
     def stated(self) -> Stating:
-        return {**self.plain.stated(), HAS_SOFT_TARGETS: lambda known: True}
+        has_matches = bool(self.matches)
+        return {**self.plain.stated(), HAS_SOFT_TARGETS: lambda known: True, READS_BLOCKS: lambda known: has_matches}
 
     def with_teacher(self, rig: Rig) -> Rig:
         if self.cache is not None:

@@ -20,3 +20,4 @@ BRANCHES = Stated[tuple[tuple[str, ...], ...]](
 )
 HAS_FEW_SHAPES = Stated[bool]("Do batches have one shape, or one of a few, apart from the number of samples?", True)
 HAS_SOFT_TARGETS = Stated[bool]("Does the criterion compare with `Part.soft`, too?", False)
+READS_BLOCKS = Stated[bool]("Does the criterion read what blocks have made, beside the model's outputs?", False)

@@ -17,6 +17,7 @@ from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
 from lowvram.core.mesh import PIPELINE, ranks_along
 from lowvram.core.probes.draws import NO_RANDOMNESS
+from lowvram.core.probes.stated import READS_BLOCKS
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Part, Rig
@@ -31,7 +32,7 @@ from lowvram.core.stages import (
     sizes_of,
     stages_of,
 )
-from lowvram.core.structure import BLOCKS, Structure
+from lowvram.core.structure import BLOCKS, Structure, unless
 from lowvram.knobs.sharding.cut import sizes_of_stages, stage_bounds
 from lowvram.knobs.sharding.ddp import DDP
 from lowvram.knobs.sharding.find_segments import FindSegments, Segments, names_of
@@ -41,6 +42,14 @@ from lowvram.knobs.sharding.passes import HELD_BACK, check_parts, passes_of
 from lowvram.knobs.sharding.pipeline_run import PipelineRun
 from lowvram.knobs.sharding.zero1 import ZeRO1
 
+LOSS_OF_OUTPUTS = ModelFact(
+    "the loss reads the model's outputs alone",
+    unless(
+        lambda known: not known.get(READS_BLOCKS),
+        "this task compares the outputs of blocks, too, and most blocks are on other ranks than the loss: choose"
+        " task.feature_weight=0, sharding=fsdp or sharding=tensor",
+    ),
+)
 SHARING: dict[str, type[ZeRO1 | FSDP]] = {"zero1": ZeRO1, "fsdp": FSDP}
 DEFAULT = "ddp"
 
@@ -78,7 +87,7 @@ class PipelineParallel(DDP):
     saves = Kind.PARAMETERS
     needs_always = DDP.needs_always | {
         *(Fact.EAGER, Fact.GRADS_AT_UPDATE, Fact.SEPARATE_UPDATES, Fact.SAME_PARAMS, Fact.FIXED_BLOCKS),
-        *(Fact.CHAINED_BLOCKS, BLOCKS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS),
+        *(Fact.CHAINED_BLOCKS, BLOCKS, LOSS_OF_OUTPUTS, NO_RANDOMNESS, REAL_WEIGHTS, SEPARATE_MEMORY, STEADY_WEIGHTS),
     }
     breaks_always = DDP.breaks_always | {Fact.EVERY_PARAMETER, Fact.PLAIN_BACKWARD, Fact.COMPILED}
 

@@ -15,6 +15,7 @@ from lowvram.compress.distillation.matching import Call
 from lowvram.compress.distillation.narrowing import NARROWING
 from lowvram.compress.distillation.task import Distilled
 from lowvram.compress.distillation.teacher import TeacherFormat
+from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
@@ -22,6 +23,7 @@ from lowvram.core.rig import IGNORE, Part
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
+from lowvram.knobs.sharding import PipelineParallel
 from lowvram.knobs.tile import TiledBlocks
 from lowvram.tasks import Auto, Problem
 from tests.compress.distillation.teachers import DEEPER, FAR, TEACHERS, InDoubleWithTeacher, distilled, rig_after_steps
@@ -40,6 +42,7 @@ from tests.laboratory import (
     relative_error,
     train,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -306,6 +309,26 @@ def test_outputs_of_another_width_are_compared_along_fixed_directions(model: str
         narrowed = (his.movedim(place, -1) @ matrix.T).movedim(-1, place)
         each.append(F.mse_loss(mine[part.targets != IGNORE], narrowed[part.targets != IGNORE]))
     torch.testing.assert_close(loss, WEIGHTS[model] * torch.stack(each).mean(), rtol=1e-10, atol=0)
+
+
+def test_blocks_on_other_ranks_than_the_loss_are_not_compared() -> None:
+    """The loss would leave out, without a word, what it can't see of the blocks."""
+    message = "the loss reads the model's outputs alone: this task compares the outputs of blocks, too"
+    with pytest.raises(Incompatible, match=message):
+        assemble(matched("transformer"), knobs_of(sharding="pipeline"), CPU)
+
+
+def losses_in_double(choices: dict[str, str | Knob]) -> list[float]:
+    """With a teacher that no process has trained, whose predictions alone count."""
+    task, knobs = distilled("transformer", DEEPER["transformer"]), knobs_of(optimizer="sgd", **choices)
+    return [float(loss) for loss in train(InDoubleWithTeacher(task), knobs, [6, 6]).losses]
+
+
+@pytest.mark.slow  # the quick one is tests/knobs/test_sharding_pipeline.py, of a loss of targets alone
+def test_predictions_are_learnt_where_the_loss_is() -> None:
+    wanted = losses_in_double({"accum": Parts(2)})
+    for found in on_ranks(losses_in_double, {"accum": Parts(2), "sharding": PipelineParallel()}):
+        assert found == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", MODELS)
