@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from statistics import mean
 
 from lowvram.results.columns import value_at
@@ -72,9 +72,18 @@ def held(row: Row) -> float | None:
     return sum(known) if len(known) == len(parts) else None
 
 
+def activations(row: Row) -> float | None:
+    return value_at(row, ACTIVATIONS)
+
+
 def each(*measured: Measured) -> Measured:
     """All that is known of several."""
     return lambda found: "; ".join(filter(None, (one(found) for one in measured))) or None
+
+
+def first(*measured: Measured) -> Measured:
+    """What the first of several knows that knows anything."""
+    return lambda found: next(filter(None, (one(found) for one in measured)), None)
 
 
 def in_all(found: Found) -> str | None:
@@ -97,17 +106,26 @@ def in_all(found: Found) -> str | None:
     return ", ".join([*words, *([f"gradient error {error:.1e}"] if error is not None else [])])
 
 
-def sharded(found: Found) -> str | None:
-    """Weights, gradients and state of a rank, for each number of ranks, over those of a process that holds them all."""
-    sweep = found.get("sharding")
-    if not sweep:
-        return None
-    words = []
-    for row in sweep.rows:
-        here, there, typed = held(row), held(sweep.baseline), sweep.words(row)
-        if row["status"] == Status.OK and "sharding=fsdp" in typed and here and there:
-            words.append(f"{there / here:.1f} times less on {typed.rpartition('=')[2]} ranks")
-    return ", ".join(words) or None
+def of_ranks(option: str, size: Callable[[Row], float | None]) -> Measured:
+    """A size of the first rank, for each number of ranks, over that of a process that has all of it.
+
+    Args:
+        option: of sharding; its ranks are one row, and nothing else but the parts of a batch is chosen with it.
+    """
+
+    def measured(found: Found) -> str | None:
+        sweep = found.get("sharding")
+        return sweep and (", ".join(said(sweep)) or None)
+
+    def said(sweep: Sweep) -> Iterator[str]:
+        for row in sweep.rows:
+            fitting = re.fullmatch(rf"sharding={option} sharding\.ranks=(\d+)(?: accum=\w+)?", sweep.words(row))
+            if fitting and row["status"] == Status.INCOMPATIBLE:
+                yield f"refused on {fitting[1]} ranks"
+            elif fitting and row["status"] == Status.OK and (here := size(row)) and (there := size(sweep.baseline)):
+                yield f"{there / here:.1f} times less on {fitting[1]} ranks"
+
+    return measured
 
 
 def convergence(found: Found) -> str | None:
@@ -165,6 +183,7 @@ def elsewhere(place: str) -> Measured:
     return lambda found: f"[measured there]({place})"
 
 
+KNOBS = "knobs.md#measured"
 PEAK, ACTIVATIONS = "memory.peak_bytes", "memory.by_kind_max.activations"
 CLAIMS: dict[str, Measured] = {
     "All together: up to 20 times less memory": in_all,
@@ -179,7 +198,16 @@ CLAIMS: dict[str, Measured] = {
     ),
     "SGD for Adam: about two thirds less, of weights, gradients and state": each(states(SGD), states(SGD_ALONE)),
     "SGD for Adam: the same, of the peak": each(changed(SGD, PEAK), changed(SGD_ALONE, PEAK)),
-    "FSDP: up to ten-fold less for weights, gradients and state": sharded,
+    "FSDP: up to ten-fold less for weights, gradients and state": of_ranks("fsdp", held),
+    "Tensor parallelism: each rank has its share of the weights, gradients and state of a layer": first(
+        of_ranks("tensor", held), elsewhere(KNOBS)
+    ),
+    "Pipeline parallelism: each rank has those of its layers alone": first(
+        of_ranks("pipeline", held), elsewhere(KNOBS)
+    ),
+    "Context parallelism (sequence parallelism): each rank has its share of the activations": first(
+        of_ranks("context", activations), elsewhere(KNOBS)
+    ),
     "Pruning: half of a model leaves at little loss": compressed("pruned, trained on", "trained on"),
     "Sparse weights: a smaller model": each(compressed("half of the weights"), compressed("2 of 4 weights")),
     "8 bits: a quarter of the size at hardly any loss": each(

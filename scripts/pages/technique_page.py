@@ -39,7 +39,10 @@ WHEN = {
     "precision=bf16": "Always, on a device that computes in bf16",
     "precision=bf16_pure": "Weights and gradients don't fit, and noise in the weights is tolerable",
     "precision=bf16_split": "Weights and gradients don't fit, and updates should stay as exact as in fp32",
+    "sharding=context sharding.ranks=2": "The activations of one sample don't fit: long sequences",
     "sharding=fsdp sharding.ranks=2": "Several devices, and weights, gradients and state don't fit on one",
+    "sharding=pipeline sharding.ranks=2 accum=x4": "Weights, gradients and state don't fit on one, and links are slow",
+    "sharding=tensor sharding.ranks=2": "The layers of one block don't fit, and devices are linked as by NVLink",
     "stepping=cpu_offload": "State doesn't fit, and the host has room for it and time to update",
     "stepping=in_backward": "Gradients don't fit; with several parts the host has room for their sum",
     "stepping=zeroth_order": "Fine-tuning a trained model where nothing but inference fits; learns slowly",
@@ -125,7 +128,8 @@ def ranks(sweep: Sweep) -> Iterator[str]:
     """What each rank holds, beside a single process."""
     yield from rows_of(sweep, HELD, held)
     yield ""
-    yield "The peak is the largest of all ranks, kinds are the first rank's. Each rank has its share of the batch."
+    yield "The peak is the largest of all ranks, kinds are the first rank's. Ranks share out the batch, or in a row of"
+    yield "`tensor`, `context` or `pipeline` the layers, the tokens or the blocks."
     yield "Ranks that share cores don't show the speed of several devices, so none is given."
 
 

@@ -107,6 +107,25 @@ def test_what_ranks_hold_is_over_what_one_process_holds() -> None:
     assert "| 2.0 times less on 2 ranks |" in line(page_of(of("sharding", alone, whole, shared)), "FSDP")
 
 
+def test_of_each_way_to_share_out_a_model_its_own_rows_count() -> None:
+    rows = [
+        point("", "sharding"),
+        point("sharding=fsdp sharding.ranks=4 sharding.replicate=2", "sharding", optimizer=5),
+        point("sharding=tensor sharding.ranks=2", "sharding", optimizer=0),
+        point("sharding=tensor sharding.ranks=4 sharding.tensor=2", "sharding", optimizer=0),
+        point("sharding=pipeline sharding.ranks=4 accum=x4", "sharding", optimizer=0, gradients=0),
+        merge(point("sharding=context sharding.ranks=2", "sharding"), {"status": "incompatible", "reason": "why"}),
+    ]
+    text = page_of(of("sharding", *rows))
+    assert "| not measured here |" in line(text, "FSDP")
+    assert "| 2.0 times less on 2 ranks |" in line(text, "Tensor parallelism")
+    assert "| 4.0 times less on 4 ranks |" in line(text, "Pipeline parallelism")
+    assert "| refused on 2 ranks |" in line(text, "Context parallelism")
+    assert "| [measured there](knobs.md#measured) |" in line(page_of(of("sharding", *rows[:-1])), "Context parallelism")
+    rows[-1] = point("sharding=context sharding.ranks=2", "sharding", activations=20)
+    assert "| 3.0 times less on 2 ranks |" in line(page_of(of("sharding", *rows)), "Context parallelism")
+
+
 def batch(size: int, seed: int, loss: float, peak_mib: int) -> Row:
     about = {"train": {"batch_size": size, "steps": 3200 // size}}
     row = point(f"seed={seed} train.batch_size={size}", "batch_size")
