@@ -40,6 +40,7 @@ from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
+from lowvram.knobs.weights.stream import SLOTS
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.target import Target
@@ -375,7 +376,7 @@ def train(
     losses, updates = zip(*(step(rig, part.to(device)) for part in slices), strict=True)
     names = {**{parameter: name for name, parameter in rig.model.named_parameters()}, **rig.names_of_updated}
     gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
-    buffers, stages = dict(rig.model.named_buffers()), stages_of(rig.model)
+    buffers, stages = {name: each for name, each in rig.model.named_buffers() if name != SLOTS}, stages_of(rig.model)
     buffers = buffers if stages is None else stages.kept_here(buffers)
     parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}
     return Trained(list(losses), list(updates), gradients, parameters, buffers)

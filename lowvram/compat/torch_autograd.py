@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,6 +48,25 @@ def version_of(tensor: Tensor) -> int:
     makes one.
     """
     return tensor._version
+
+
+def set_versions(tensors: Collection[Tensor], version: int) -> None:
+    """Have tensors tell this version, for memory that somebody writes to of whom autograd doesn't know.
+
+    torch._C._autograd._unsafe_set_version_counter, since 2.6 with several tensors: torch's own shards hide writes so.
+    Replaced by a public name, if torch makes one.
+    """
+    C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the running backward pass ends, before its caller goes on.
+
+    Variable._execution_engine.queue_callback, since before 1.13: torch's own shards wait for messages so. Replaced by a
+    public name, if torch makes one.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def without_graph(tensor: Tensor) -> Tensor:

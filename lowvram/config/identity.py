@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
-from lowvram.config.not_identity import NOT_IDENTITY, NOT_IDENTITY_IF_NULL
+from lowvram.config.not_identity import NEUTRAL_OF_LATER_GROUPS, NOT_IDENTITY, NOT_IDENTITY_IF_NULL
 from lowvram.config.plugins import is_unused, plugins, versions_of
 from lowvram.config.schema import MOVED
 from lowvram.config.secret import words_without_secrets
@@ -43,7 +43,11 @@ def point_id(*, _root_: DictConfig) -> str:
 
 def counts(key: str, value: Any) -> bool:
     """Whether this key of the configuration is part of a point's identity."""
-    return key not in NOT_IDENTITY and not (value is None and key in NOT_IDENTITY_IF_NULL)
+    if value is None and key in NOT_IDENTITY_IF_NULL:
+        return False
+    if key in NEUTRAL_OF_LATER_GROUPS and isinstance(value, DictConfig):
+        return value["_target_"] != NEUTRAL_OF_LATER_GROUPS[key]
+    return key not in NOT_IDENTITY
 
 
 def identity_of(key: str, node: Any) -> Any:

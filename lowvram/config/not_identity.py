@@ -10,3 +10,5 @@ NOT_IDENTITY = (
 )
 # Left out while they are null.
 NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s")
+# Groups that came later, left out at their neutral option: points keep the ids that they had without the group.
+NEUTRAL_OF_LATER_GROUPS = {"weights": "lowvram.knobs.weights.OnDevice"}

@@ -7,6 +7,8 @@ from weakref import ref
 
 from torch import nn
 
+from lowvram.compat.torch_autograd import hooks_of_tensor
+
 
 def when_accumulated(parameter: nn.Parameter, method: MethodType) -> None:
     """Call `method` with the parameter each time its gradient has been accumulated, for as long as the object of the
@@ -22,3 +24,10 @@ def when_accumulated(parameter: nn.Parameter, method: MethodType) -> None:
             function(alive, parameter)
 
     parameter.register_post_accumulate_grad_hook(hook)
+
+
+def run_hooks(parameter: nn.Parameter) -> None:
+    """Call what is to be called when a gradient has been accumulated, for one that autograd hasn't put there."""
+    _, hooks = hooks_of_tensor(parameter)
+    for hook in [*(hooks or {}).values()]:
+        hook(parameter)

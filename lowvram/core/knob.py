@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.kind import Kind
@@ -42,7 +42,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.PARTITION: frozenset(),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
-    Stage.PLACE: frozenset({"shard", "sync"}),
+    Stage.PLACE: frozenset({"shard", "sync", "finish"}),
     Stage.SHARD: frozenset({"model", "forward", "criterion", "own", "sync", "run", "total", "updated_of", "finish"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
     Stage.STEPPING: frozenset({"stepper", "run"}),
@@ -133,6 +133,10 @@ class Knob(ABC):
         """The name of the field, None so far, that a plan is to choose; None: there is nothing to choose. One of
         `lowvram.planning.choice.CHOOSERS`."""
         return None
+
+    def chosen_value(self, numbers: Sequence[int]) -> Any:
+        """What that field becomes, given the numbers that the plan has chosen."""
+        return [*numbers]
 
     def num_parts(self) -> int:
         """In how many parts, of equal size, it has the logical batch computed."""

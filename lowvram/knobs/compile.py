@@ -150,7 +150,8 @@ class CompiledBlocks(Compiled):
 class CompiledModel(Compiled):
     """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
-    needs_always = frozenset({Fact.SAME_PARAMS, Fact.EVERY_BLOCK})  # else it would be compiled for each choice
+    # Else it would be compiled for each choice; and weights that wait elsewhere arrive between two blocks.
+    needs_always = frozenset({Fact.SAME_PARAMS, Fact.EVERY_BLOCK, Fact.DEVICE_WEIGHTS})
 
     def modules(self, rig: Rig) -> list[nn.Module]:
         return [rig.model]

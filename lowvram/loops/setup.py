@@ -143,7 +143,7 @@ def check_decided(settings: Settings, device: torch.device) -> None:
     """Raises BadInput if no plan has chosen what a knob leaves to it."""
     if left := undecided(settings):
         require_budget(left, settings.vram_bytes or device.type == "cuda")
-        allowed = "a list of numbers, such as [0, 1], as no plan has chosen them"
+        allowed = "given, as no plan has chosen it"
         raise BadInput(str(left), None, f"{allowed} (process=child plans; mode=plan says why it can't)")
 
 

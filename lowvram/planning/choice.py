@@ -1,5 +1,5 @@
-"""Chooses what a knob leaves to the plan (`Knob.left_to_plan`): the blocks that it treats, or how many each stage of a
-pipeline has, such that the step fits at the least cost of time."""
+"""Chooses what a knob leaves to the plan (`Knob.left_to_plan`): the blocks that it treats, how many each stage of a
+pipeline has, or how many stay on the device, such that the step fits at the least cost of time."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lowvram.planning.time.roofline import Rates
 from lowvram.planning.trace.events import Trace
 
 MOST_CUTS = 6  # that are planned
+AS_FAST = 1.005  # times another step's time: plans aren't more exact
 
 
 class Attempt(NamedTuple):
@@ -168,7 +169,33 @@ def smallest_cut(num_blocks: int, lines: Sequence[Line]) -> tuple[int, ...]:
     return tuple(cut)
 
 
-CHOOSERS: Mapping[str, Callable[[About, Plan], Fields]] = {"blocks": choose_blocks, "cut": choose_cut}
+def choose_resident(about: About, attempt: Plan) -> Fields:
+    """Which blocks, the first ones, stay on the device: as many as fit; none, if the step is as fast without."""
+    num_blocks = len(about.names)
+    none, every = attempt(()), attempt(tuple(range(num_blocks)))
+    if is_as_fast(none, every) or not none.fits:
+        return none.fields
+    if every.fits:
+        return every.fields
+    of_block = (every.needed_bytes - none.needed_bytes) / num_blocks
+    most = int((none.fields["plan"]["budget_bytes"] - none.needed_bytes) / max(1.0, of_block))
+    leaving = first_fitting(
+        lambda number: attempt(tuple(range(num_blocks - number))).fits, num_blocks - most, num_blocks
+    )
+    return attempt(tuple(range(num_blocks - leaving))).fields
+
+
+def is_as_fast(one: Attempt, other: Attempt) -> bool:
+    """Whether a plan's step takes no longer than another's; False if the times aren't known."""
+    its_ms, other_ms = one.fields["plan"]["step_ms"], other.fields["plan"]["step_ms"]
+    return None not in (its_ms, other_ms) and its_ms <= other_ms * AS_FAST
+
+
+CHOOSERS: Mapping[str, Callable[[About, Plan], Fields]] = {
+    "blocks": choose_blocks,
+    "cut": choose_cut,
+    "resident": choose_resident,
+}
 
 
 def largest(attempt: Attempt) -> Trace:
@@ -178,5 +205,6 @@ def largest(attempt: Attempt) -> Trace:
 
 def decide(settings: Settings, left: LeftToPlan, numbers: Sequence[int]) -> Settings:
     """The settings, with these numbers chosen."""
-    knob: Any = replace(settings.groups[left.group], **{left.field: [*numbers]})
+    knob: Any = settings.groups[left.group]
+    knob = replace(knob, **{left.field: knob.chosen_value(numbers)})
     return replace(settings, groups={**settings.groups, left.group: knob})

@@ -113,7 +113,8 @@ class Planner:
             if numbers not in attempts:
                 decided = decide(settings, left, numbers)
                 fields = self.planned_as_is(decided, choices, plan_device)
-                fields["plan"]["chosen"] = {left.group: {left.field: list(numbers)}}
+                value = settings.groups[left.group].chosen_value(numbers)
+                fields["plan"]["chosen"] = {left.group: {left.field: value}}
                 stages = self.stages(decided, choices, plan_device.target)
                 attempts[numbers] = Attempt(fields, [each.trace for each in stages])
             return attempts[numbers]

@@ -58,6 +58,7 @@ FIGURES: dict[str, Figure] = {
     "moved": number("traffic.to_host_bytes", ".1f", MIB),
     "planned peak": number("plan.allocated_bytes", ".1f", MIB),
     **{f"planned {kind}": number(f"plan.by_kind_max.{kind}", ".1f", MIB) for kind in KINDS},
+    "planned step": number("plan.step_ms", ",.0f"),
     "weights": number("model.parameters", ",.0f"),
     "last loss": number("loss.last", ".4f"),
     "evaluation": number("loss.eval", ".4f"),

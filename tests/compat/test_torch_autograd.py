@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -73,6 +74,32 @@ def test_changes_in_place_are_counted() -> None:
     tensor.view(2, 2).add_(1)
     tensor.detach().add_(1)
     assert version_of(tensor) == before + 3
+
+
+@needed("torch._C._autograd._unsafe_set_version_counter", by="weights=stream")
+def test_a_tensor_of_another_version_is_not_read_in_a_backward_pass() -> None:
+    from lowvram.compat.torch_autograd import set_versions, version_of
+
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    product = (weights[0] * weights[1]).sum()
+    set_versions(weights, 7)
+    assert [version_of(weight) for weight in weights] == [7, 7]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    set_versions(weights, 0)
+    (weights[0] * weights[1]).sum().backward()
+
+
+@needed("torch.autograd.Variable._execution_engine.queue_callback", by="weights=stream")
+def test_what_is_to_run_after_a_backward_pass_runs_before_its_caller_goes_on() -> None:
+    from lowvram.compat.torch_autograd import after_backward
+
+    done: list[str] = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: after_backward(lambda: done.append("after")))
+    weight.register_post_accumulate_grad_hook(lambda weight: done.append("accumulated"))
+    (weight * 2).sum().backward()
+    assert done == ["accumulated", "after"]
 
 
 @needed("torch.Tensor._base", by="the ledger and offload=activations")

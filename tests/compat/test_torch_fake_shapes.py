@@ -63,6 +63,8 @@ def test_recurrent_layer_keeps_the_workspace_of_a_real_one(dtype: torch.dtype) -
         return results
 
     real = run()
+    if dtype is torch.bfloat16 and not real:
+        pytest.skip("for bf16 torch uses this operator on processors alone that multiply in bf16")
     with FakeTensorMode():
         fake = run()
     assert len(real) == len(fake) == 4

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config.identity import first_name, identity_of
-from lowvram.config.registry import node_of, options_of
+from lowvram.config.identity import counts, first_name, identity_of
+from lowvram.config.not_identity import NEUTRAL_OF_LATER_GROUPS
+from lowvram.config.registry import neutral_options, node_of, options_of
 from lowvram.config.schema import MOVED, build, present_name
 from lowvram.loops.snapshot import differences
 
@@ -46,3 +47,9 @@ def test_ids_of_points_and_snapshots_tell_no_difference() -> None:
     now, saved = ({"sparsity._target_": each._target_, "seed": 0} for each in (node, old))
     assert differences(now, saved) == []
     assert differences(now, saved | {"seed": 1}) == ["seed=0 (1 in the snapshot)"]
+
+
+@pytest.mark.parametrize("group", NEUTRAL_OF_LATER_GROUPS)
+def test_points_keep_the_ids_that_they_had_before_a_group_came(group: str) -> None:
+    neutral = neutral_options()[group]
+    assert {option for option in options_of(group) if not counts(group, node_of(group, option))} == {neutral}

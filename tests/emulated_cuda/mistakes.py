@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowvram.core import host
+from lowvram.core.links import CudaLink, PendingCopy, nothing
 from lowvram.knobs.offload.transfer import Streams
-from lowvram.knobs.stepping.copy_streams import CudaLink, PendingCopy
+from lowvram.knobs.weights.returns import Arriving, Returns
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,22 @@ def start_without_source(link: CudaLink, *args: Any) -> PendingCopy:
     return START(link, *args)._replace(source=torch.empty(0))
 
 
+def settle_at_once(returns: Returns, arriving: Arriving) -> None:
+    SETTLE(returns, arriving._replace(wait=nothing))
+
+
+SETTLE = Returns.settle
+
+
+def take_and_settle(returns: Returns, weight: nn.Parameter, gradient: Tensor) -> None:
+    """The host adds a gradient, and computes with it, while it is copied."""
+    TAKE(returns, weight, gradient)
+    settle_at_once(returns, returns.arriving.pop())
+
+
+TAKE = Returns.take
+
+
 def move_and_overwrite(tensor: Tensor, device: torch.device) -> Tensor:
     """Overwrites a pinned part of a batch as soon as its copy is queued."""
     there = tensor.to(device, non_blocking=True)
@@ -76,5 +93,18 @@ MISTAKES = {
     "sums come back into memory that is still read": Mistake("in_backward", never_waits(CudaLink, "up")),
     "the next step doesn't wait for the weights": Mistake("cpu_offload", doing_nothing(CudaLink, "join")),
     "blocks are gathered without waits": Mistake("parameters", doing_nothing(torch.cuda.Stream, "wait_event")),
+    "weights are written over while they are read": Mistake("stream", never_waits(CudaLink, "up")),
+    "weights are read before they have arrived": Mistake("stream", doing_nothing(CudaLink, "_wait_for")),
+    "gradients of streamed weights are copied too early": Mistake("stream", never_waits(CudaLink, "down")),
+    "gradients of streamed weights are used before they have arrived": Mistake(
+        "stream", instead(CudaLink, "_finish_oldest", finish_without_waiting)
+    ),
+    "gradients of streamed weights are freed while they are copied": Mistake(
+        "stream", instead(CudaLink, "_start", start_without_source)
+    ),
+    "a weight's update reads a gradient that is on its way": Mistake(
+        "stream", instead(Returns, "settle", settle_at_once)
+    ),
+    "the host goes on before its gradients have arrived": Mistake("stream", instead(Returns, "take", take_and_settle)),
     "a pinned batch is overwritten while it is copied": Mistake("workers", instead(host, "moved", move_and_overwrite)),
 }

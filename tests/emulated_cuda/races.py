@@ -31,6 +31,7 @@ from lowvram.data.source import Samples
 from lowvram.data.synthetic import ResolvedSynthetic
 from lowvram.knobs.offload import Activations, ActivationsOnDisk
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
+from lowvram.knobs.weights import Stream
 from tests.emulated_cuda import late
 from tests.emulated_cuda.mistakes import MISTAKES
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, relative_error
@@ -112,6 +113,15 @@ CASES: dict[str, list[Variant]] = {
     "cpu_offload": [
         Variant({"stepping": CpuOffload(clip, share), **parts}, {"stepping": AfterBackward(clip), **parts})
         for clip, share, parts in product(CLIPS, [1.0, 0.5], PARTS)
+    ],
+    "stream": [
+        *with_each({"weights": "stream"}, TOGETHER),
+        Variant({"weights": Stream(resident=1), "accum": "x2"}, {"accum": "x2"}),
+        Variant({"weights": "stream", "stepping": InBackward(0.1)}, {"stepping": AfterBackward(0.1)}),
+        Variant({"weights": "stream", "stepping": InBackward(), "offload": Activations(MIN_BYTES)}),
+        Variant(
+            {"weights": "stream", "stepping": CpuOffload(0.1), **PARTS[1]}, {"stepping": AfterBackward(0.1), **PARTS[1]}
+        ),
     ],
     "workers": [Variant(each, each, Workers(2)) for each in TOGETHER],
 }

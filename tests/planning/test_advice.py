@@ -50,7 +50,7 @@ def test_only_what_is_not_in_use_is_offered(used: dict[str, str], offered: str):
         ("optimizer", {}, "optimizer=adamw_8bit or stepping=cpu_offload"),
         ("optimizer", {"optimizer": "adamw_8bit"}, "optimizer=adamw_4bit or stepping=cpu_offload"),
         ("gradients", {}, "stepping=in_backward"),
-        ("parameters", {}, "precision=bf16_pure or offload=parameters"),
+        ("parameters", {}, "precision=bf16_pure or weights=stream"),
     ],
 )
 def test_each_kind_has_remedies_of_its_own(kind: str, used: dict[str, str], offered: str):

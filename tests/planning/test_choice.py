@@ -183,3 +183,28 @@ def test_a_run_for_which_nothing_fits_says_what_the_smallest_needs(call: Call) -
         r"ckpt=auto: no choice fits 4\.00 MiB, as the smallest needs [\d.]+ .iB plus a margin of 10%: ckpt\.blocks="
     )
     assert re.search(sentence, outcome.out)
+
+
+SMALL_PARTS = (*TINY, "model.num_layers=3", "model.width=2048", "train.batch_size=4", "accum=x4")  # copies take longer
+
+
+def test_as_many_blocks_stay_on_the_device_as_fit() -> None:
+    planner = Planner()
+    least = [
+        planned(*SMALL_PARTS, CARD, "weights=auto", f"weights.resident={number}", planner=planner)["least_vram_bytes"]
+        for number in range(4)
+    ]
+    for number in (0, 2, 3):
+        words = (*SMALL_PARTS, CARD, "weights=auto", "plan.margin=0", f"vram={least[number] / 2**20}MiB")
+        plan = planned(*words, planner=planner)
+        assert plan["fits"]
+        wanted = max(each for each in range(4) if least[each] <= least[number])
+        assert plan["chosen"] == {"weights": {"resident": wanted}}
+        assert plan["least_vram_bytes"] == least[wanted]
+
+
+def test_no_block_stays_where_a_step_is_as_fast_without() -> None:
+    """Large parts hide the copies."""
+    words = (*TINY, "model.num_layers=4", "model.width=256", "train.batch_size=256", "tile=blocks", "tile.samples=64")
+    plan = planned(*words, CARD, "weights=auto", "vram=8GiB", planner=Planner())
+    assert plan["chosen"] == {"weights": {"resident": 0}}

@@ -150,6 +150,7 @@ class LazyLogits:
         the loss is theirs."""
         weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
         hidden_nd, targets_n, handover = self.hidden.flatten(0, -2), targets.flatten(), self.handover
+        bias = None if bias is None else visiting(bias, hidden_nd.device)
         is_streamed = host.holds(weight) and not self.sums_weights
         if host.holds(weight) and not is_streamed:
             weight = visiting(weight, hidden_nd.device, None if handover is None else handover.leave)
@@ -165,7 +166,8 @@ class LazyLogits:
         ordinary logits."""
         assert dim == -1
         weight = in_dtype(visiting(self.head.weight, self.hidden.device), self.dtype)
-        bias = in_dtype(self.head.bias, self.dtype)
+        bias = None if self.head.bias is None else visiting(self.head.bias, self.hidden.device)
+        bias = in_dtype(bias, self.dtype)
         chunks = self.hidden.flatten(0, -2).split(self.chunk_tokens)
         classes = [nn.functional.linear(chunk.to(self.dtype), weight, bias).argmax(-1) for chunk in chunks]
         return torch.cat(classes).view(self.hidden.shape[:-1])

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core import host
 from lowvram.core.fact import Fact
+from lowvram.core.host_tables import keep_tables_on_host
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.mesh import data_ranks
@@ -30,7 +31,6 @@ from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous
-from lowvram.knobs.offload.tables import keep_tables_on_host
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Parameters(Knob):
     }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
-    needs_always = frozenset({Fact.OWN_SHARE, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
+    needs_always = frozenset(
+        {Fact.OWN_SHARE, Fact.DEVICE_WEIGHTS, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS}
+    )
     breaks_always = frozenset({Fact.WHOLE_PARAMS, Fact.WHOLE_UPDATES})
     remedy = (Kind.PARAMETERS, 20)
 

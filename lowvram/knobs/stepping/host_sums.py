@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lowvram.core import host
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
+from lowvram.core.links import Link, link_to
 from lowvram.core.shards import SquareSum, local
-from lowvram.knobs.stepping.copy_streams import Link, link_to
 from lowvram.knobs.stepping.sums import Sums
 
 

@@ -56,6 +56,7 @@ class ZerothOrder(Knob):
             SEPARATE_MEMORY,
             REAL_WEIGHTS,
             Fact.WHOLE_UPDATES,
+            Fact.DEVICE_WEIGHTS,  # directions are drawn where the weights are
             Fact.EVERY_PARAMETER,
             Fact.FP32_WEIGHTS,
             STEADY_WEIGHTS,

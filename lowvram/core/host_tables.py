@@ -19,10 +19,14 @@ from lowvram.core.lookup import HostTable, only_looks_up
 
 
 def keep_tables_on_host(
-    model: nn.Module, head: nn.Linear | None, blocks: list[nn.Module], mesh: DeviceMesh, pin: bool
+    model: nn.Module, head: nn.Linear | None, blocks: list[nn.Module], mesh: DeviceMesh | None, pin: bool
 ) -> set[nn.Parameter]:
     """Have embeddings and the head read their weights, which have no memory yet, from host memory. Returns these
-    weights, sharded over the mesh as FSDP2 shards its own, so that optimizers can take them together.
+    weights.
+
+    Args:
+        mesh: they become shards over it, as FSDP2 makes of its own, so that optimizers can take them together; None:
+            they stay plain parameters.
 
     Nothing if the head isn't known: then the model may make its logits with the embeddings' weight itself.
     """
@@ -33,11 +37,13 @@ def keep_tables_on_host(
     for weight, modules in users_of_weights(model).items():
         if weight in of_blocks or not weight.is_meta or not all(reads_from_host(each, head) for each in modules):
             continue
-        sharded = DTensor.from_local(weight.detach(), mesh, [Shard(0)], run_check=False)
-        kept.append(nn.Parameter(sharded, weight.requires_grad))
-        host.assign(kept[-1], pin)
+        if mesh is not None:
+            sharded = DTensor.from_local(weight.detach(), mesh, [Shard(0)], run_check=False)
+            weight = nn.Parameter(sharded, weight.requires_grad)
+        kept.append(weight)
+        host.assign(weight, pin)
         for module in modules:
-            module.weight = kept[-1]
+            module.weight = weight
             module.forward = HostTable(module) if only_looks_up(module) else HostHead(head)  # pyright: ignore[reportAttributeAccessIssue]
     return set(kept)
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowvram.core import host
+from lowvram.core import host, links
 from lowvram.core.assemble import assemble
+from lowvram.core.links import CudaLink
 from lowvram.core.step import step
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm, host_sums
-from lowvram.knobs.stepping import copy_streams as links
-from lowvram.knobs.stepping.copy_streams import CudaLink
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,

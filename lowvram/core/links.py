@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, final
+from functools import partial
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,7 +17,13 @@ IN_FLIGHT_BYTES = 2**28  # that may be copied to the host at a time, and are sti
 
 
 class Link(ABC):
-    """Copies between one device and host memory, and counts them."""
+    """Copies between one device and host memory, and counts them.
+
+    Attributes:
+        overlaps: copies run beside the computation.
+    """
+
+    overlaps: ClassVar[bool] = True
 
     @abstractmethod
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
@@ -28,8 +35,9 @@ class Link(ABC):
         """Like `fetch`, but add to `destination`, in its dtype."""
 
     @abstractmethod
-    def send(self, destination: Tensor, source: Tensor) -> None:
-        """Copy `source` to the device. `source` must not be written into before `rest` has returned."""
+    def send(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
+        """Copy `source` to the device. `source` must not be written into before `rest` has returned. Returns a function
+        that makes work wait for the copy that is queued on the device from then on."""
 
     @abstractmethod
     def join(self) -> None:
@@ -48,6 +56,8 @@ def link_to(device: torch.device) -> Link:
 class SameMemory(Link):
     """For a CPU: host and device memory are the same, but copies are made and counted as for a card."""
 
+    overlaps = False
+
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
         destination.copy_(source)
         host.traffic.to_host_bytes += source.nbytes
@@ -58,9 +68,10 @@ class SameMemory(Link):
         host.traffic.to_host_bytes += source.nbytes
         return nothing
 
-    def send(self, destination: Tensor, source: Tensor) -> None:
+    def send(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
         destination.copy_(source)
         host.traffic.to_device_bytes += destination.nbytes
+        return nothing
 
     def join(self) -> None:
         pass
@@ -138,7 +149,7 @@ class CudaLink(Link):
                 pending.finished.synchronize()
         pending.then()
 
-    def send(self, destination: Tensor, source: Tensor) -> None:
+    def send(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
         host.traffic.to_device_bytes += destination.nbytes
         while self.to_device and self.to_device[0].finished.query():
             self.to_device.popleft().then()
@@ -147,6 +158,11 @@ class CudaLink(Link):
         else:  # torch would convert the dtype through memory that isn't pinned
             rounded = self._staging(source.shape, destination.dtype).copy_(source)
             self.to_device.append(self._start(self.up, destination, rounded, lambda: self._give_back(rounded)))
+        return partial(self._wait_for, self.to_device[-1].finished)
+
+    def _wait_for(self, finished: torch.cuda.Event) -> None:
+        with host.traffic.waiting(self.device):
+            torch.cuda.current_stream(self.device).wait_event(finished)
 
     def join(self) -> None:
         with host.traffic.waiting(self.device):

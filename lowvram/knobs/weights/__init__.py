@@ -1,0 +1,5 @@
+"""weights: where the weights wait while they don't compute."""
+
+from lowvram.knobs.weights.stream import OnDevice, Stream
+
+__all__ = ["OnDevice", "Stream"]

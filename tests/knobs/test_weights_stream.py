@@ -1,0 +1,292 @@
+"""weights=stream: not a bit changes, and the device holds the weights of two blocks at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowvram.config.errors import BadInput
+from lowvram.core import host
+from lowvram.core.assemble import assemble
+from lowvram.core.held import held_bytes
+from lowvram.core.kind import Kind
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.ledger import Peak, ledger
+from lowvram.core.rig import Rig
+from lowvram.core.step import step
+from lowvram.knobs.adapter import Lora
+from lowvram.knobs.logits import ChunkedLogits
+from lowvram.knobs.stepping import AfterBackward, InBackward, Norm
+from lowvram.knobs.weights import Stream, stream
+from lowvram.loops.export.folder import load
+from lowvram.loops.session import Interrupted
+from lowvram.loops.train import Train
+from lowvram.tasks import Auto
+from scripts.benchmarks.timed_link import TimedLink
+from tests.laboratory import (
+    CPU,
+    DEVICES,
+    PROBLEMS,
+    TOKENS,
+    TRANSFORMER,
+    Trained,
+    knobs_of,
+    make_batch,
+    relative_error,
+    train,
+)
+from tests.loops.sessions import Told, session_in
+
+Choices = dict[str, str | Knob]
+TOGETHER: dict[str, Choices] = {
+    "plain": {},
+    "parts": {"accum": "x4", "ckpt": "every2", "stepping": AfterBackward(clip=0.5)},
+    "fp16": {"precision": "fp16", "accum": "x2"},
+    "chunked": {"logits": ChunkedLogits(chunk_tokens=40), "accum": "x2"},
+    "tiles": {"tile": "blocks", "ckpt": "every1", "stepping": InBackward()},
+    "two passes": {"stepping": InBackward(0.5, Norm.two_passes)},
+    "sums": {"stepping": InBackward(0.5), "accum": "x2"},
+    "masters": {"stepping": "cpu_offload", "accum": "x2"},
+    "activations": {"offload": "activations", "ckpt": "every1"},
+    "other weights in each step": {"adapter": "badam"},
+    "resting weights in tiles": {"adapter": "badam", "tile": "blocks", "ckpt": "every1", "stepping": "cpu_offload"},
+    "adapters": {"adapter": Lora(rank=2)},
+    "adapters of weights in 4 bits": {"adapter": "qlora", "ckpt": "every1", "tile": "blocks"},
+    "blocks are left out": {"depth": "layer_drop"},
+    "matrices": {"optimizer": "galore", "ckpt": "selective"},
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet", "resnet_frozen"])
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("choices", TOGETHER.values(), ids=TOGETHER)
+def test_not_a_bit_changes(choices: Choices, resident: int, problem: str, device: torch.device) -> None:
+    if problem != "transformer_dropout" and {"logits", "adapter", "tile"} & {*choices}:
+        pytest.skip("not of a ResNet")
+    found, wanted = (
+        train(PROBLEMS[problem], knobs_of(**choices, weights=option), [32, 32, 27], device=device)
+        for option in (Stream(resident), "device")
+    )
+    band = 0.0 if device == CPU else 1e-2 if "precision" in choices else 1e-5
+    assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
+    assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
+    assert relative_error(to_cpu(found.buffers), to_cpu(wanted.buffers)) <= band
+    if device == CPU:
+        assert relative_error(found.parameters, wanted.parameters) == 0
+
+
+def to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+DEEP = Auto().pose(replace(TRANSFORMER, num_layers=8, width=32), TOKENS)
+
+
+def measured(device: torch.device, choices: Choices) -> tuple[Rig, Peak]:
+    """The ledger of a later step."""
+    rig, batch = assemble(DEEP, knobs_of(**choices), device), make_batch(TOKENS, 32).to(device)
+    step(rig, batch)
+    with ledger(rig.model, rig.stepper, batch.tensors(), device) as peak:
+        step(rig, batch)
+    return rig, peak
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_device_holds_two_blocks_and_the_host_all_the_rest(device: torch.device) -> None:
+    _, alone = measured(device, {})
+    rig, peak = measured(device, {"weights": "stream"})
+    in_blocks = {parameter for block in rig.structure.blocks for parameter in block.parameters()}
+    head = rig.structure.head
+    assert head is not None
+    staying = [each for each in rig.model.parameters() if each not in in_blocks and each is not head.weight]
+    visiting = [*rig.structure.blocks[0].parameters()]
+    places = sum(-(-each.nbytes // 256) * 256 for each in [*visiting, *visiting, *staying])
+    assert peak.by_kind_max[Kind.PARAMETERS] <= places + head.weight.nbytes + 512
+    assert peak.by_kind_max[Kind.PARAMETERS] < alone.by_kind_max[Kind.PARAMETERS] / 2.5
+    assert peak.by_kind_max[Kind.GRADIENTS] < alone.by_kind_max[Kind.GRADIENTS] / 5
+    assert peak.by_kind_max[Kind.OPTIMIZER] == 0
+    assert held_bytes(rig.model, rig.stepper)[Kind.PARAMETERS] == -(-places // 512) * 512
+    assert all(host.holds(parameter) for parameter in rig.model.parameters())
+
+
+def test_what_travels_is_counted() -> None:
+    """The last two blocks of a forward pass, and the first two of a backward pass, are there already."""
+    choices: Choices = {"accum": "x2"}
+    rig, batch = assemble(DEEP, knobs_of(weights="stream", **choices), CPU), make_batch(TOKENS, 32)
+    block = sum(parameter.nbytes for parameter in rig.structure.blocks[0].parameters())
+    whole = sum(parameter.nbytes for parameter in rig.model.parameters())
+    head, rows = rig.structure.head, batch.inputs.numel() * 32 * 4  # of the embedding
+    assert head is not None
+    staying = whole - 8 * block - head.weight.nbytes
+    before = replace(host.traffic)
+    step(rig, batch)
+    assert host.traffic.to_host_bytes - before.to_host_bytes == 2 * whole
+    visits = (8 + 6) + (6 + 6)
+    assert (
+        host.traffic.to_device_bytes - before.to_device_bytes
+        == visits * block + staying + rows + 2 * head.weight.nbytes
+    )
+
+
+def test_blocks_that_stay_arrive_once_a_step() -> None:
+    rig, batch = assemble(DEEP, knobs_of(weights=Stream(resident=8), accum="x4"), CPU), make_batch(TOKENS, 32)
+    block = sum(parameter.nbytes for parameter in rig.structure.blocks[0].parameters())
+    for _ in range(2):
+        before = host.traffic.to_device_bytes
+        step(rig, batch)
+        assert 8 * block <= host.traffic.to_device_bytes - before < 10 * block
+    with torch.no_grad():
+        before = host.traffic.to_device_bytes
+        rig.forward(rig.move(batch))
+        rig.forward(rig.move(batch))
+    assert host.traffic.to_device_bytes - before < 10 * block
+
+
+def test_the_number_of_blocks_that_stay_is_not_negative() -> None:
+    with pytest.raises(BadInput, match=r"weights\.resident"):
+        Stream(resident=-1)
+
+
+def test_weights_that_somebody_writes_to_arrive_anew() -> None:
+    """As where a snapshot is loaded between two evaluations."""
+    rig, batch = assemble(DEEP, knobs_of(weights="stream"), CPU), make_batch(TOKENS, 4)
+    with torch.no_grad():
+        first = rig.forward(rig.move(batch))
+        for parameter in rig.model.parameters():
+            parameter.mul_(1.5)
+        second = rig.forward(rig.move(batch))
+    alone = assemble(DEEP, knobs_of(), CPU)
+    with torch.no_grad():
+        for parameter in alone.model.parameters():
+            parameter.mul_(1.5)
+        assert torch.equal(second, alone.forward(alone.move(batch)))
+    assert not torch.equal(first, second)
+
+
+@final
+class Leaks(Knob):
+    """The first block's result, doubled, reaches the loss past the other blocks."""
+
+    stage = Stage.BUILD
+
+    def apply(self, rig: Rig) -> Rig:
+        leaked: list[Tensor] = []
+
+        def keep(block: Any, inputs: Any, outputs: Tensor) -> None:
+            leaked[:] = [block.get_submodule("attention_norm")(outputs)]
+
+        rig.structure.blocks[0].register_forward_hook(keep)
+        criterion = rig.criterion
+        return replace(rig, criterion=lambda outputs, part: criterion(outputs, part) + leaked[0].sum())
+
+
+def test_a_weight_is_never_read_that_has_been_replaced() -> None:
+    """Here the backward pass reaches a block first past its output: torch sees that another block's weights are in the
+    place of its own."""
+    knobs = {**knobs_of(weights="stream"), "leaks": Leaks()}
+    rig = assemble(DEEP, knobs, CPU)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(rig, make_batch(TOKENS, 4))
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    rig, batch = assemble(DEEP, knobs_of(weights="stream"), CPU), make_batch(TOKENS, 8)
+    alone = assemble(DEEP, knobs_of(), CPU)
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("no more")
+
+    handle = rig.structure.blocks[4].register_forward_hook(lambda block, _, out: out.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="no more"):
+        step(rig, batch)
+    handle.remove()
+    for parameter in rig.model.parameters():
+        parameter.grad = None
+    found, wanted = step(rig, batch), step(alone, batch)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1].grad_norm, wanted[1].grad_norm)
+    assert relative_error(dict(rig.model.named_parameters()), dict(alone.model.named_parameters())) == 0
+
+
+class Hasty(TimedLink):
+    """Nobody waits for what is sent."""
+
+    def send(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
+        super().send(destination, source)
+        return lambda: None
+
+
+LATE: dict[str, Choices] = {
+    "plain": {},
+    "parts": {"accum": "x2", "weights": Stream(resident=1)},
+    "at once": {"stepping": InBackward(), "ckpt": "every2"},
+}
+
+
+def trained_late(monkeypatch: pytest.MonkeyPatch, kind: type[TimedLink], seed: int, choices: Choices) -> Trained:
+    """With copies by threads, each of which is late by chance."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(stream, "link_to", lambda device: kind(lambda num_bytes: draw.random() * 0.002))
+    return train(DEEP, knobs_of(**{"weights": "stream", **choices}), [8, 8, 8])
+
+
+@pytest.mark.parametrize("choices", LATE.values(), ids=LATE)
+def test_late_copies_change_nothing(monkeypatch: pytest.MonkeyPatch, choices: Choices) -> None:
+    """On the emulated device with 200 seeds, and with mistakes: tests/emulated_cuda/races.py."""
+    wanted = train(DEEP, knobs_of(**{**choices, "weights": "device"}), [8, 8, 8])
+    found = trained_late(monkeypatch, TimedLink, 0, choices)
+    assert torch.equal(torch.stack(found.losses), torch.stack(wanted.losses))
+    assert relative_error(found.parameters, wanted.parameters) == 0
+
+
+def test_a_copy_that_nobody_waits_for_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = train(DEEP, knobs_of(), [8, 8, 8])
+    found = trained_late(monkeypatch, Hasty, 0, {})
+    assert not torch.equal(torch.stack(found.losses), torch.stack(wanted.losses))
+
+
+ELSEWHERE: Choices = {"weights": "stream"}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("stopped", "resumed"), [(ELSEWHERE, {}), ({}, ELSEWHERE), (ELSEWHERE, {"weights": Stream(resident=2)})]
+)
+def test_a_run_goes_on_to_the_last_digit_with_it_or_without(tmp_path: Path, stopped: Choices, resumed: Choices) -> None:
+    def run(name: str, choices: Choices, told: Told, **more: Any) -> None:
+        Train().run(session_in(tmp_path / name, choices=choices, told=told, **more))
+
+    wanted, first, second = Told(), Told(stop_at=3), Told()
+    run("whole", {}, wanted)
+    with pytest.raises(Interrupted):
+        run("stopped", stopped, first)
+    run("stopped", resumed, second, is_resumed=True)
+    assert [*first.values("loss/train"), *second.values("loss/train")] == wanted.values("loss/train")
+    weights = [load(tmp_path / name / "model").state_dict() for name in ("stopped", "whole")]
+    assert relative_error(*weights) == 0
+
+
+def test_without_whole_params() -> None:
+    """Whoever keeps a weight of the forward pass has another one's values in the backward pass."""
+    rig, seen = assemble(DEEP, knobs_of(weights="stream"), CPU), list[Tensor]()
+    norm = next(module for module in rig.structure.blocks[0].modules() if isinstance(module, nn.LayerNorm))
+    norm.register_forward_hook(lambda module, *_: seen.append(module.get_parameter("weight")))
+    with torch.no_grad():
+        norm.get_parameter("weight").fill_(2.0)
+    rig.forward(rig.move(make_batch(TOKENS, 4)))
+    assert not torch.equal(seen[0], norm.get_parameter("weight"))
+
+
+def test_without_device_weights() -> None:
+    """FSDP2's shards, too, would have to be in host memory, and would be taken there a second time."""
+    rig = assemble(DEEP, knobs_of(weights="stream"), CPU)
+    assert all(map(host.holds, rig.model.parameters()))
