@@ -52,6 +52,7 @@ TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 CHOSEN = {
     ("ckpt", "auto"): "ckpt.blocks=[0,1]",  # by hand: a budget, on a CPU a limit of malloc's, costs time itself
+    ("weights", "auto"): "weights.resident=2",
     ("sharding", "tensor"): "sharding.ranks=3",  # the Transformer has three heads
     ("sharding", "context"): "sharding.ranks=3",
     ("sharding", "pipeline"): "accum=x2",  # two stages take turns

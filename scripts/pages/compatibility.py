@@ -69,6 +69,7 @@ EXTRA = {
     ("precision", "fp16"): ["precision.init_scale=1024"],  # a scale that no first step overflows
     ("tile", "mlp"): ["tile.tokens=100"],  # of the 1,024 tokens of a batch
     ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
+    ("weights", "auto"): ["weights.resident=1"],  # as a plan may choose
     ("sharding", "pipeline"): ["sharding.schedule=gpipe"],  # of a batch in one part, too
 }
 LACKS = {
