@@ -38,7 +38,7 @@ class Fact(Enum):
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     OWN_SHARE = "each rank keeps only its own share of the weights"
-    DEVICE_WEIGHTS = "weights that don't compute wait on the device, or each rank's share of them does"
+    DEVICE_WEIGHTS = "no other option moves weights to the host"
     WHOLE_PARAMS = "every parameter is whole on its rank"
     EVERY_PARAMETER = "each rank updates every parameter that trains, or its share of it"
     WHOLE_UPDATES = "the optimizer updates whole parameters"

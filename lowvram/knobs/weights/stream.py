@@ -116,15 +116,18 @@ class Traveller:
     def __init__(self, outside: Visitors, of_blocks: Sequence[Visitors], returns: Returns) -> None:
         self.outside, self.of_blocks, self.returns = outside, of_blocks, returns
         self.in_backward: Visitors | None = None
+        self.is_in_step = False  # where nobody but the stepper writes to weights
 
     @contextmanager
     def part(self, rig: Rig, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one part. Counts the gradients of tables, which go to the host by
         themselves."""
+        self.is_in_step = True
         try:
             with rig.sync(is_last):
                 yield
         finally:
+            self.is_in_step = False
             self.rest()
         visiting = {weight for visitors in (self.outside, *self.of_blocks) for weight in visitors.copies}
         host.traffic.to_host_bytes += sum(each.nbytes for each in rig.trainable if each not in visiting)
@@ -132,6 +135,10 @@ class Traveller:
     def finish(self, others: Callable[[], None]) -> None:
         """After an update, which has written to the weights."""
         others()
+        self.forget()
+
+    def forget(self) -> None:
+        """Have all weights arrive anew: not every way to write to them shows in their versions."""
         for visitors in (self.outside, *self.of_blocks):
             visitors.forget()
 
@@ -147,6 +154,8 @@ class Traveller:
         """Before the model's forward pass."""
         self.rest()
         self.returns.begin()
+        if not self.is_in_step:
+            self.forget()
         self.outside.enter()
         self.of_blocks[0].leave_for_device()
 
