@@ -34,7 +34,7 @@ from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 from tests.files_once import mode_of, read_once
 from tests.laboratory import compiler_as_before
 from tests.ranks import start_server
-from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample
+from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample, tell_long_tests
 
 MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
 seen_files = set[Path]()  # files that a test has begun in
@@ -65,6 +65,10 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     before_s = cpu_s()
     yield
     check_cpu_s(item, cpu_s() - before_s)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    tell_long_tests(terminalreporter)
 
 
 def pytest_runtest_setup(item: pytest.Function) -> None:

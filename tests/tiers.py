@@ -2,8 +2,8 @@
 
 Tests marked `slow` run only in `all`. Tests that start processes are marked `medium`, as others are in their files, and
 don't run in `fast`. Of tests marked `sampled`, whose cases are alike, `all` runs every case and the other tiers a few.
-An unmarked test that takes more than `LIMIT_S` (`MEDIUM_LIMIT_S` if medium) fails, so that `scripts/test` takes only
-minutes.
+`scripts/test` is to take only minutes: its summary names unmarked tests that take more than `LIMIT_S` (`MEDIUM_LIMIT_S`
+if medium). One that takes many times as long, as on no machine it should, fails.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent
 # CPU time, not wall-clock time, so that other processes can't fail a test, on a processor as fast as one that takes
 # REFERENCE_S for `reference_s`: those of shared machines are at times half as fast. Starting a process takes seconds.
 LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
+FAILS_AT = 4  # times that: a busy machine has shown twice its usual CPU time for starts of processes
+TAKEN = "cpu_s_beyond_tier"  # the property of a test's report
 REFERENCE_S = 0.08
 STARTERS = {"call", "start", "train"}  # fixtures that start processes
 # Files of processes and their rows, whose tests are marked here.
@@ -89,11 +91,25 @@ def _has_hash(value: object) -> bool:
 
 
 def check_cpu_s(item: pytest.Function, taken_s: float) -> None:
-    """Fail a test that took more CPU time than its mark allows."""
+    """Have the summary name a test that took more CPU time than its mark allows, or fail it."""
     marks = {mark.name for mark in item.iter_markers()}
     limit_s = MEDIUM_LIMIT_S if "medium" in marks else LIMIT_S
-    if taken_s > limit_s and not marks & {"slow", "gpu", "emulated"} and taken_s > limit_s * slowness():
+    if taken_s <= limit_s or marks & {"slow", "gpu", "emulated"}:
+        return
+    limit_s *= slowness()
+    if taken_s > limit_s * FAILS_AT:
         pytest.fail(f"took {taken_s:.1f} s of processors: mark it slow, or make it smaller (tests/tiers.py)", False)
+    if taken_s > limit_s:
+        item.user_properties.append((TAKEN, taken_s))
+
+
+def tell_long_tests(reporter: pytest.TerminalReporter) -> None:
+    """Print the tests that took more CPU time than their tiers allow."""
+    every = [report for reports in reporter.stats.values() for report in reports]
+    reports = [report for report in every if isinstance(report, pytest.TestReport)]
+    found = {(report.nodeid, value) for report in reports for name, value in report.user_properties if name == TAKEN}
+    for name, taken_s in sorted(found, key=lambda each: -float(str(each[1]))):
+        reporter.write_line(f"{taken_s:.1f} s of processors: {name}: mark it slow, or make it smaller (tests/tiers.py)")
 
 
 def slowness() -> float:

@@ -1,5 +1,5 @@
-"""Parameters that an optimizer updates in the place of the model's own: fp32 copies in host memory, and real views of
-complex ones.
+"""Parameters that take the place of the model's own. An optimizer updates fp32 copies in host memory, and real views of
+complex ones; a model computes with the device's copies of weights that wait on the host.
 
 Of a complex parameter, (...), an optimizer updates a real view, (..., 2), as torch's own do: so every optimizer can,
 and a complex number has the norm of its two parts.

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
+from lowvram.core.copies import original
 from lowvram.core.loss_parts import Holder, holder_of, unchanged_afterwards
 from lowvram.core.loss_trial import counts_ignored_floats, is_float, tensors_of, tried, whole_and_halves
 from lowvram.core.mesh import tell
@@ -149,7 +150,7 @@ class UserCriterion:
         names = {id(weight): name.partition(".")[2] for name, weight in holder.named_parameters()}
         # A sharded model has computed with gathered weights, which are nobody's afterwards.
         are_gathered = any(map(is_sharded, of_models))
-        strange = (weight for weight in weights if id(weight) not in known)
+        strange = (weight for weight in weights if id(original(weight)) not in known)
         found = next((weight for weight in strange if id(weight) in names or not are_gathered), None)
         return None if found is None else names.get(id(found), f"a tensor of shape {tuple(found.shape)}")
 

@@ -43,7 +43,10 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
     if any(tensor.device.type != device.type for tensor in here):
         groups = sharing([*here, *aliases(model)])
         moved = laid_out_as((tensor for group in groups for tensor in group), partial(empty_on, device))
+        held = {tensor: tensor.data for tensor in [*model.parameters(), *model.buffers()] if host.holds(tensor)}
         model.to(device)  # a task's model may have come with memory, on another device
+        for tensor, memory in held.items():
+            tensor.data = memory
         for tensor, memory in moved.items():  # torch has parted those that shared memory
             tensor.data = memory.copy_(tensor).detach()
 

@@ -143,7 +143,8 @@ def check_decided(settings: Settings, device: torch.device) -> None:
     """Raises BadInput if no plan has chosen what a knob leaves to it."""
     if left := undecided(settings):
         require_budget(left, settings.vram_bytes or device.type == "cuda")
-        allowed = "given, as no plan has chosen it"
+        example = settings.groups[left.group].chosen_value((0, 1))
+        allowed = f"given, such as {example}, as no plan has chosen it"
         raise BadInput(str(left), None, f"{allowed} (process=child plans; mode=plan says why it can't)")
 
 

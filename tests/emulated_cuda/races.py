@@ -31,7 +31,7 @@ from lowvram.data.source import Samples
 from lowvram.data.synthetic import ResolvedSynthetic
 from lowvram.knobs.offload import Activations, ActivationsOnDisk
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
-from lowvram.knobs.weights import Stream
+from lowvram.knobs.weights import StreamedWeights
 from tests.emulated_cuda import late
 from tests.emulated_cuda.mistakes import MISTAKES
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, relative_error
@@ -116,7 +116,7 @@ CASES: dict[str, list[Variant]] = {
     ],
     "stream": [
         *with_each({"weights": "stream"}, TOGETHER),
-        Variant({"weights": Stream(resident=1), "accum": "x2"}, {"accum": "x2"}),
+        Variant({"weights": StreamedWeights(resident=1), "accum": "x2"}, {"accum": "x2"}),
         Variant({"weights": "stream", "stepping": InBackward(0.1)}, {"stepping": AfterBackward(0.1)}),
         Variant({"weights": "stream", "stepping": InBackward(), "offload": Activations(MIN_BYTES)}),
         Variant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
-from lowvram.core.ledger import Peak, ledger
+from lowvram.core.ledger import ledger
 from lowvram.core.mesh import data_ranks
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.rig import Rig
@@ -24,14 +24,10 @@ from lowvram.core.step import step
 from lowvram.knobs.logits import ChunkedLogits, TiledLogits
 from lowvram.knobs.offload.parameters import mesh_of_one
 from lowvram.knobs.stepping import AfterBackward, InBackward
-from lowvram.loops.export.folder import load
-from lowvram.loops.session import Interrupted
-from lowvram.loops.train import Train
 from lowvram.tasks import Auto
+from tests.knobs.on_host import DEEP, Choices, band_on_card, check_equal, check_goes_on, measured, to_cpu
 from tests.laboratory import CPU, DEVICES, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, relative_error, train
-from tests.loops.sessions import Told, session_in
 
-Choices = dict[str, str | Knob]
 TOGETHER: dict[str, Choices] = {
     "plain": {},
     "parts": {"accum": "x4", "ckpt": "every2", "stepping": AfterBackward(clip=0.5)},
@@ -49,22 +45,7 @@ def test_not_a_bit_changes(choices: Choices, problem: str, device: torch.device)
         train(PROBLEMS[problem], knobs_of(**choices, offload=option), [32, 32, 27], device=device)
         for option in ("parameters", "none")
     )
-    band = 0.0 if device == CPU else band_on_card(choices)
-    assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
-    assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
-    assert relative_error(to_cpu(found.buffers), to_cpu(wanted.buffers)) <= band
-    if device == CPU:
-        assert relative_error(found.parameters, wanted.parameters) == 0
-
-
-def band_on_card(choices: Choices) -> float:
-    """Of three steps. There the host's update is another kernel than the card's; and in fp16 products differ, and so do
-    two runs of fused attention or of cuDNN, while AdamW doesn't shrink small gradients."""
-    return 1e-2 if "precision" in choices else 1e-5
-
-
-def to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+    check_equal(found, wanted, choices, device)
 
 
 @final
@@ -80,18 +61,6 @@ class ReturnsView(Knob):
 
 def test_a_model_that_returns_a_view_trains_without_a_warning_in_every_step() -> None:
     train(PROBLEMS["transformer"], {**knobs_of(offload="parameters"), "view": ReturnsView()}, [32])
-
-
-DEEP = Auto().pose(replace(TRANSFORMER, num_layers=8, width=32), TOKENS)
-
-
-def measured(device: torch.device, choices: Choices) -> tuple[Rig, Peak]:
-    """The ledger of a later step."""
-    rig, batch = assemble(DEEP, knobs_of(**choices), device), make_batch(TOKENS, 32).to(device)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors(), device) as peak:
-        step(rig, batch)
-    return rig, peak
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -192,17 +161,7 @@ IN_TILES: Choices = {**ELSEWHERE, "logits": TILES}
 def test_a_run_goes_on_to_the_last_digit_with_it_or_without(
     tmp_path: Path, whole: Choices, stopped: Choices, resumed: Choices
 ) -> None:
-    def run(name: str, choices: Choices, told: Told, **more: Any) -> None:
-        Train().run(session_in(tmp_path / name, choices=choices, told=told, **more))
-
-    wanted, first, second = Told(), Told(stop_at=3), Told()
-    run("whole", whole, wanted)
-    with pytest.raises(Interrupted):
-        run("stopped", stopped, first)
-    run("stopped", resumed, second, is_resumed=True)
-    assert [*first.values("loss/train"), *second.values("loss/train")] == wanted.values("loss/train")
-    weights = [load(tmp_path / name / "model").state_dict() for name in ("stopped", "whole")]
-    assert relative_error(*weights) == 0
+    check_goes_on(tmp_path, whole, stopped, resumed)
 
 
 def test_without_whole_params() -> None:

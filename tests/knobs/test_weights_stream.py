@@ -11,40 +11,35 @@ from typing import Any, final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.held import held_bytes
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
-from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.adapter import Lora
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.knobs.stepping import AfterBackward, InBackward, Norm
-from lowvram.knobs.weights import Stream, stream
-from lowvram.loops.export.folder import load
-from lowvram.loops.session import Interrupted
-from lowvram.loops.train import Train
-from lowvram.tasks import Auto
+from lowvram.knobs.weights import StreamedWeights, stream
+from lowvram.tasks import LanguageModel
 from scripts.benchmarks.timed_link import TimedLink
+from tests.knobs.on_host import DEEP, Choices, check_equal, check_goes_on, measured
 from tests.laboratory import (
     CPU,
     DEVICES,
     PROBLEMS,
     TOKENS,
-    TRANSFORMER,
     Trained,
     knobs_of,
     make_batch,
     relative_error,
     train,
 )
-from tests.loops.sessions import Told, session_in
 
-Choices = dict[str, str | Knob]
 TOGETHER: dict[str, Choices] = {
     "plain": {},
     "parts": {"accum": "x4", "ckpt": "every2", "stepping": AfterBackward(clip=0.5)},
@@ -74,30 +69,9 @@ def test_not_a_bit_changes(choices: Choices, resident: int, problem: str, device
         pytest.skip("not of a ResNet")
     found, wanted = (
         train(PROBLEMS[problem], knobs_of(**choices, weights=option), [32, 32, 27], device=device)
-        for option in (Stream(resident), "device")
+        for option in (StreamedWeights(resident), "device")
     )
-    band = 0.0 if device == CPU else 1e-2 if "precision" in choices else 1e-5
-    assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
-    assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
-    assert relative_error(to_cpu(found.buffers), to_cpu(wanted.buffers)) <= band
-    if device == CPU:
-        assert relative_error(found.parameters, wanted.parameters) == 0
-
-
-def to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-
-DEEP = Auto().pose(replace(TRANSFORMER, num_layers=8, width=32), TOKENS)
-
-
-def measured(device: torch.device, choices: Choices) -> tuple[Rig, Peak]:
-    """The ledger of a later step."""
-    rig, batch = assemble(DEEP, knobs_of(**choices), device), make_batch(TOKENS, 32).to(device)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors(), device) as peak:
-        step(rig, batch)
-    return rig, peak
+    check_equal(found, wanted, choices, device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -138,7 +112,7 @@ def test_what_travels_is_counted() -> None:
 
 
 def test_blocks_that_stay_arrive_once_a_step() -> None:
-    rig, batch = assemble(DEEP, knobs_of(weights=Stream(resident=8), accum="x4"), CPU), make_batch(TOKENS, 32)
+    rig, batch = assemble(DEEP, knobs_of(weights=StreamedWeights(resident=8), accum="x4"), CPU), make_batch(TOKENS, 32)
     block = sum(parameter.nbytes for parameter in rig.structure.blocks[0].parameters())
     for _ in range(2):
         before = host.traffic.to_device_bytes
@@ -148,7 +122,7 @@ def test_blocks_that_stay_arrive_once_a_step() -> None:
 
 def test_the_number_of_blocks_that_stay_is_not_negative() -> None:
     with pytest.raises(BadInput, match=r"weights\.resident"):
-        Stream(resident=-1)
+        StreamedWeights(resident=-1)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -190,8 +164,70 @@ def test_a_weight_is_never_read_that_has_been_replaced() -> None:
     place of its own."""
     knobs = {**knobs_of(weights="stream"), "leaks": Leaks()}
     rig = assemble(DEEP, knobs, CPU)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(Incompatible, match=r"weights=device.*modified by an inplace operation"):
         step(rig, make_batch(TOKENS, 4))
+
+
+@final
+class Wrapped:
+    """Holds a tensor where nobody looks for one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@final
+class Wraps(Knob):
+    """The first block returns an object, and the second one is given what is in it."""
+
+    stage = Stage.BUILD
+
+    def apply(self, rig: Rig) -> Rig:
+        def wrap(block: nn.Module, inputs: Any, outputs: Any) -> Wrapped:
+            return Wrapped(outputs)
+
+        first, second, *_ = rig.structure.blocks
+        first.register_forward_hook(wrap)
+        second.register_forward_pre_hook(lambda block, inputs: (inputs[0].tensor, *inputs[1:]))
+        return rig
+
+
+def test_a_block_whose_result_hides_its_tensors_is_refused() -> None:
+    rig = assemble(DEEP, {**knobs_of(weights="stream"), "wraps": Wraps()}, CPU)
+    with pytest.raises(Incompatible, match="Block returns a Wrapped, in which no tensor is found"):
+        step(rig, make_batch(TOKENS, 4))
+
+
+def test_a_model_that_a_backward_pass_computes_again_loses_no_gradient() -> None:
+    gradients: list[dict[str, Tensor]] = []
+    for weights in ("stream", "device"):
+        rig = assemble(DEEP, knobs_of(weights=weights), CPU)
+        parts = [rig.move(make_batch(TOKENS, num_samples)) for num_samples in (4, 8)]
+        losses = [checkpoint(rig.forward, part, use_reentrant=False).square().mean() for part in parts]
+        sum(losses, torch.zeros(())).backward()
+        gradients.append({name: each.grad for name, each in rig.model.named_parameters() if each.grad is not None})
+    assert relative_error(*gradients) == 0
+
+
+class WithMemory(LanguageModel):
+    """Its model's weights have memory and values from the start, on the CPU."""
+
+    def make_model(self) -> nn.Module:
+        model, draw = super().make_model().to_empty(device="cpu"), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.1, generator=draw)
+        return model
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_weights_that_come_with_memory_stay_on_the_host(device: torch.device) -> None:
+    problem = WithMemory(DEEP.model, DEEP.spec)
+    rig = assemble(problem, knobs_of(weights="stream"), device)
+    assert all(map(host.holds, rig.model.parameters()))
+    assert {parameter.device.type for parameter in rig.model.parameters()} == {"cpu"}
+    found, wanted = (train(problem, knobs_of(weights=option), [8, 8], device=device) for option in ("stream", "device"))
+    check_equal(found, wanted, {}, device)
 
 
 def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
@@ -223,7 +259,7 @@ class Hasty(TimedLink):
 
 LATE: dict[str, Choices] = {
     "plain": {},
-    "parts": {"accum": "x2", "weights": Stream(resident=1)},
+    "parts": {"accum": "x2", "weights": StreamedWeights(resident=1)},
     "at once": {"stepping": InBackward(), "ckpt": "every2"},
 }
 
@@ -255,20 +291,10 @@ ELSEWHERE: Choices = {"weights": "stream"}
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("stopped", "resumed"), [(ELSEWHERE, {}), ({}, ELSEWHERE), (ELSEWHERE, {"weights": Stream(resident=2)})]
+    ("stopped", "resumed"), [(ELSEWHERE, {}), ({}, ELSEWHERE), (ELSEWHERE, {"weights": StreamedWeights(resident=2)})]
 )
 def test_a_run_goes_on_to_the_last_digit_with_it_or_without(tmp_path: Path, stopped: Choices, resumed: Choices) -> None:
-    def run(name: str, choices: Choices, told: Told, **more: Any) -> None:
-        Train().run(session_in(tmp_path / name, choices=choices, told=told, **more))
-
-    wanted, first, second = Told(), Told(stop_at=3), Told()
-    run("whole", {}, wanted)
-    with pytest.raises(Interrupted):
-        run("stopped", stopped, first)
-    run("stopped", resumed, second, is_resumed=True)
-    assert [*first.values("loss/train"), *second.values("loss/train")] == wanted.values("loss/train")
-    weights = [load(tmp_path / name / "model").state_dict() for name in ("stopped", "whole")]
-    assert relative_error(*weights) == 0
+    check_goes_on(tmp_path, {}, stopped, resumed)
 
 
 def test_without_whole_params() -> None:

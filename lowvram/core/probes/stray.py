@@ -41,7 +41,7 @@ class StrayRead(Probe[str | None]):
             return next(iter(reads.found), None)
 
         unknown = "whether it reads weights otherwise than by calling their modules"
-        unknown += "; if it does, leave offload=none and sharding=none"
+        unknown += "; if it does, leave weights=device, offload=none and sharding=none"
         return tried(known.model, watched, known.short_example(2), unknown, None)
 
 

@@ -25,7 +25,8 @@ def shared_memory(known: Structure) -> str | None:
 
 def stray_read(known: Structure) -> str | None:
     clause = known.get(StrayRead())
-    return None if clause is None else f"{clause}: leave offload=none and sharding=none, or choose sharding=ddp"
+    remedy = "leave weights=device, offload=none and sharding=none, or choose sharding=ddp"
+    return None if clause is None else f"{clause}: {remedy}"
 
 
 def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:

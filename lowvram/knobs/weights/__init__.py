@@ -1,5 +1,5 @@
 """weights: where the weights wait while they don't compute."""
 
-from lowvram.knobs.weights.stream import OnDevice, Stream
+from lowvram.knobs.weights.stream import OnDevice, StreamedWeights
 
-__all__ = ["OnDevice", "Stream"]
+__all__ = ["OnDevice", "StreamedWeights"]

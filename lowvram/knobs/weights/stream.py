@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from lowvram.compat.torch_autograd import after_backward, current_node
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.config.errors import require
+from lowvram.config.errors import Incompatible, require
 from lowvram.core import host
 from lowvram.core.fact import Fact
 from lowvram.core.host_tables import keep_tables_on_host
@@ -26,7 +27,7 @@ from lowvram.core.probes.writes import STEADY_WEIGHTS
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS
 from lowvram.knobs.weights.returns import Returns
-from lowvram.knobs.weights.visitors import Slot, Visitors
+from lowvram.knobs.weights.weight_group import Slot, WeightGroup
 
 NUM_SHARED = 2  # slots: of the block that computes, and of the one that comes next
 SLOTS = "lowvram_slots"  # the buffer of the model that they are
@@ -40,7 +41,7 @@ class OnDevice(Neutral):
 
 
 @dataclass(frozen=True)
-class Stream(Knob):
+class StreamedWeights(Knob):
     """Weights, gradients and the optimizer's states are in host memory. The device has room for the weights of two
     blocks, and those of the next block arrive while one computes.
 
@@ -57,7 +58,13 @@ class Stream(Knob):
 
     stage = Stage.PLACE
     moves_to_host = True
-    misfits: ClassVar[Mapping[str, str]] = ONCE
+    misfits: ClassVar[Mapping[str, str]] = {
+        **ONCE,
+        "Expected all tensors to be on the same device": "modules compute with the weights that they own: choose"
+        " weights=device (if that fails alike, it is the model's own code)",
+        "modified by an inplace operation": "gradients reach a block through what it returns: choose weights=device (if"
+        " that fails alike, it is the model's own code)",
+    }
     saves = Kind.PARAMETERS
     needs_always = frozenset({Fact.ONE_RANK, BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS, SHARDABLE, STEADY_WEIGHTS})
     breaks_always = frozenset({Fact.DEVICE_WEIGHTS, Fact.WHOLE_PARAMS})
@@ -81,31 +88,31 @@ class Stream(Knob):
         link = link_to(rig.device)
         returns = Returns(link)
         inside = {module for block in blocks for module in block.modules()}
-        outside = Visitors([each for each in rig.model.modules() if each not in inside], tables, link, returns)
-        of_blocks = [Visitors([*block.modules()], (), link, returns) for block in blocks]
+        outside = WeightGroup([each for each in rig.model.modules() if each not in inside], tables, link, returns)
+        of_blocks = [WeightGroup([*block.modules()], (), link, returns) for block in blocks]
         num_resident = self.resident or 0
         give_slots(rig, [outside, *of_blocks[:num_resident]], of_blocks[num_resident:])
-        for visitors in (outside, *of_blocks):
-            visitors.wait_on_host(pin)
-        traveller = Traveller(outside, of_blocks, returns)
-        traveller.accompany(rig.model, blocks)
-        return replace(rig, sync=partial(traveller.part, rig), finish=partial(traveller.finish, rig.finish))
+        for group in (outside, *of_blocks):
+            group.keep_on_host(pin)
+        prefetcher = Prefetcher(outside, of_blocks, returns)
+        prefetcher.accompany(rig.model, blocks)
+        return replace(rig, sync=partial(prefetcher.part, rig), finish=partial(prefetcher.finish, rig.finish))
 
 
-def give_slots(rig: Rig, residents: Sequence[Visitors], others: Sequence[Visitors]) -> None:
+def give_slots(rig: Rig, residents: Sequence[WeightGroup], others: Sequence[WeightGroup]) -> None:
     """Give each of the residents a slot of its own, and the others in turn one of those that they share."""
     sharing = [[each] for each in residents] + [[*others[number::NUM_SHARED]] for number in range(NUM_SHARED)]
-    sizes = [max((visitors.num_bytes for visitors in each), default=0) for each in sharing]
+    sizes = [max((group.num_bytes for group in each), default=0) for each in sharing]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=rig.device)
     rig.model.register_buffer(SLOTS, memory, persistent=False)  # so that all count it as the model's
-    for all_visitors, part in zip(sharing, memory.split(sizes), strict=True):
+    for groups, part in zip(sharing, memory.split(sizes), strict=True):
         slot = Slot(part)
-        for visitors in all_visitors:
-            visitors.slot = slot
+        for group in groups:
+            group.slot = slot
 
 
 @final
-class Traveller:
+class Prefetcher:
     """Has weights arrive before they are read, in forward and backward passes.
 
     Args:
@@ -113,9 +120,9 @@ class Traveller:
         of_blocks: in the order of the forward pass.
     """
 
-    def __init__(self, outside: Visitors, of_blocks: Sequence[Visitors], returns: Returns) -> None:
+    def __init__(self, outside: WeightGroup, of_blocks: Sequence[WeightGroup], returns: Returns) -> None:
         self.outside, self.of_blocks, self.returns = outside, of_blocks, returns
-        self.in_backward: Visitors | None = None
+        self.in_backward: WeightGroup | None = None
         self.is_in_step = False  # where nobody but the stepper writes to weights
 
     @contextmanager
@@ -129,8 +136,8 @@ class Traveller:
         finally:
             self.is_in_step = False
             self.rest()
-        visiting = {weight for visitors in (self.outside, *self.of_blocks) for weight in visitors.copies}
-        host.traffic.to_host_bytes += sum(each.nbytes for each in rig.trainable if each not in visiting)
+        on_device = {weight for group in (self.outside, *self.of_blocks) for weight in group.copies}
+        host.traffic.to_host_bytes += sum(each.nbytes for each in rig.trainable if each not in on_device)
 
     def finish(self, others: Callable[[], None]) -> None:
         """After an update, which has written to the weights."""
@@ -139,8 +146,8 @@ class Traveller:
 
     def forget(self) -> None:
         """Have all weights arrive anew: not every way to write to them shows in their versions."""
-        for visitors in (self.outside, *self.of_blocks):
-            visitors.forget()
+        for group in (self.outside, *self.of_blocks):
+            group.forget()
 
     def accompany(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         eagerly: Any = torch.compiler.disable  # whoever compiles the model
@@ -151,13 +158,14 @@ class Traveller:
             block.register_forward_hook(eagerly(partial(self.leave, number)), always_call=True)
 
     def begin(self, *_: Any) -> None:
-        """Before the model's forward pass."""
-        self.rest()
-        self.returns.begin()
+        """Before the model's forward pass, which a backward pass may compute again."""
+        if current_node() is None:
+            self.rest()
+            self.returns.begin()
         if not self.is_in_step:
             self.forget()
         self.outside.enter()
-        self.of_blocks[0].leave_for_device()
+        self.of_blocks[0].prefetch()
 
     def end(self, *_: Any) -> None:
         self.outside.leave()
@@ -166,21 +174,31 @@ class Traveller:
         """Before a block's forward pass. The next block's weights take the place of those of the block before this one,
         which has computed when all is done that is queued by now."""
         self.of_blocks[number].enter()
-        self.send_for(number + 1)
+        self.prefetch_block(number + 1)
 
     def leave(self, number: int, block: nn.Module, inputs: Any, outputs: Any) -> None:
         self.of_blocks[number].leave()
-        made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        leaves = tree_leaves(outputs)
+        made = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+        hidden = next((each for each in leaves if not isinstance(each, Tensor | int | float | str | None)), None)
+        if hidden is not None and not made and torch.is_grad_enabled():
+            raise Incompatible(
+                f"weights=stream needs that gradients reach a block through what it returns: {type(block).__name__}"
+                f" returns a {type(hidden).__name__}, in which no tensor is found. Return tensors, or choose"
+                " weights=device"
+            )
         if made:
-            register_multi_grad_hook(made, lambda *_: self.go_back(number), mode="any")
+            register_multi_grad_hook(made, lambda *_: self.enter_backward(number), mode="any")
 
-    def go_back(self, number: int) -> None:
+    def enter_backward(self, number: int) -> None:
         """Before a block's backward pass, which may call its modules again."""
+        if self.in_backward is None:
+            after_backward(self.rest)
         self.returns.next_turn()
         self.rest()
         self.in_backward = self.of_blocks[number]
         self.in_backward.enter()
-        self.send_for(number - 1)
+        self.prefetch_block(number - 1)
 
     def rest(self) -> None:
         """No block's backward pass is running."""
@@ -188,6 +206,6 @@ class Traveller:
             self.in_backward.leave()
         self.in_backward = None
 
-    def send_for(self, number: int) -> None:
+    def prefetch_block(self, number: int) -> None:
         if 0 <= number < len(self.of_blocks):
-            self.of_blocks[number].leave_for_device()
+            self.of_blocks[number].prefetch()

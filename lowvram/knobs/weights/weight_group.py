@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_autograd import set_versions, version_of
 from lowvram.compat.torch_modules import own_buffers, own_parameters
 from lowvram.core import host
+from lowvram.core.copies import register_copy
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.layers import PackedWeight
 from lowvram.core.ledger import is_dense
@@ -25,18 +26,18 @@ class Slot:
     """Memory on the device.
 
     Attributes:
-        guests: whose weights are there, or arrive.
+        holder: whose weights are there, or arrive.
         wait: has work that is queued from now on wait until they have arrived.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory.detach()
-        self.guests: Visitors | None = None
+        self.holder: WeightGroup | None = None
         self.wait: Callable[[], None] = nothing
 
 
 @final
-class Visitors:
+class WeightGroup:
     """The weights of some modules, those that are packed into buffers, too.
 
     While these compute they have parameters of the device in the weights' places, whose memory is the slot. What is in
@@ -78,14 +79,14 @@ class Visitors:
         """Of the slot that they need."""
         return sum(rounded_up(weight.nbytes) for weight in self.weights)
 
-    def wait_on_host(self, pin: bool) -> None:
+    def keep_on_host(self, pin: bool) -> None:
         """Have the weights get their memory there. Those that have some are moved."""
         for weight in self.weights:
             host.assign(weight, pin)
             if not weight.is_meta:
                 weight.data = host.empty_like(weight, pin).copy_(weight.detach())
 
-    def settle_in(self, slot: Slot) -> None:
+    def make_copies(self, slot: Slot) -> None:
         """Make the parameters of the device."""
         begin = 0
         for weight in self.weights:
@@ -95,7 +96,7 @@ class Visitors:
             room = room.as_strided(weight.shape, stride)
             copy = room.data
             if isinstance(weight, nn.Parameter):
-                copy = nn.Parameter(copy, weight.is_floating_point())
+                copy = register_copy(nn.Parameter(copy, weight.is_floating_point()), weight)
             if isinstance(copy, nn.Parameter) and copy.requires_grad:  # it may rest now, and train later
                 when_accumulated(copy, self.give_back)
             self.copies[weight], self.homes[copy] = copy, weight
@@ -112,33 +113,33 @@ class Visitors:
         """Somebody may have written to the weights in host memory."""
         self.seen = []
 
-    def leave_for_device(self) -> None:
+    def prefetch(self) -> None:
         """Begin to copy the weights, unless the slot has them already."""
         slot = self.slot
         assert slot is not None
         if not self.copies:
-            self.settle_in(slot)
+            self.make_copies(slot)
         versions = [version_of(weight) for weight, _ in self.rooms]
         is_new = versions != self.seen
-        if slot.guests is self and not is_new:
+        if slot.holder is self and not is_new:
             return
-        if slot.guests is not None and slot.guests is not self:
-            slot.guests.go()
+        if slot.holder is not None and slot.holder is not self:
+            slot.holder.invalidate()
         if is_new:
             self.version, self.seen = self.version + 2, versions
         with torch.no_grad():
             for weight, room in self.rooms:
                 slot.wait = self.link.send(room, weight.detach())
-        slot.guests = self
-        self.go()
+        slot.holder = self
+        self.invalidate()
 
-    def go(self) -> None:
+    def invalidate(self) -> None:
         """Have nobody read the weights on the device until they arrive."""
         set_versions(self.homes, self.version + 1)
 
     def arrive(self) -> None:
         """Have work that is queued from now on find the weights on the device."""
-        self.leave_for_device()
+        self.prefetch()
         assert self.slot is not None
         wait, self.slot.wait = self.slot.wait, nothing
         wait()
