@@ -39,7 +39,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.tile import TiledBlocks, TiledMLP
+from lowvram.knobs.tile import TiledBlocks, TiledMLP, TiledTokens
 from lowvram.knobs.weights.stream import SLOTS
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
@@ -67,6 +67,7 @@ OPTIONS = {group: ready_options(group) for group in NEUTRAL}
 SMALL: dict[tuple[str, str], Knob] = {
     ("tile", "mlp"): TiledMLP(tokens=50),
     ("tile", "blocks"): TiledBlocks(samples=6),
+    ("tile", "tokens"): TiledTokens(tokens=3),
     ("sparsity", "magnitude"): Magnitude(steps=1),
     ("sparsity", "movement"): Movement(steps=1),
     ("sparsity", "set"): Set(steps=100),

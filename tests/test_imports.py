@@ -207,7 +207,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.stepping.strategies",  # of in_backward
         "knobs.tile.chunks",  # inside a backward pass: through the graph of one chunk
         "core.probes.alone",  # of a copy of a block, which learns nothing
-        "knobs.sharding.runs_trial",  # of copies with random weights
+        "core.probes.token_trial",  # of copies with random weights
     }
 
 

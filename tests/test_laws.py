@@ -22,7 +22,7 @@ from lowvram.core.layers import PackedWeight
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
-from lowvram.knobs.tile import TiledBlocks
+from lowvram.knobs.tile import TiledBlocks, TiledTokens
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
@@ -106,7 +106,7 @@ def keeps_the_numbers(knob: Knob, error: float, problem: str, dtype: torch.dtype
 
 def comparable(knob: Knob) -> list[str]:
     """Problems. Dropout in parts draws other masks from the same distribution: nothing to compare."""
-    is_in_parts = knob.stage is Stage.BATCH or isinstance(knob, TiledBlocks)
+    is_in_parts = knob.stage is Stage.BATCH or isinstance(knob, TiledBlocks | TiledTokens)
     problems = [problem for problem in PROBLEMS if not is_in_parts or "dropout" not in problem]
     return [problem for problem in problems if is_for(knob, problem)]
 

@@ -56,6 +56,8 @@ REFUSED = {
     (("tile", "mlp"), "resnet"): "the task knows the MLPs",
     (("tile", "blocks"), "resnet"): "each sample from that sample alone",  # BatchNorm
     (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
+    **{(("tile", "tokens"), kind): "each sample from that sample alone" for kind in ("resnet", "t5")},
+    **{(("tile", "tokens"), kind): "the blocks' causal attention alone" for kind in ("bert", "vit")},
     **{(("depth", "early_exit"), kind): "the head takes the output of an earlier block" for kind in CONFIGS},
     (("depth", "layer_drop"), "t5"): "inputs of several blocks can stand in",  # for the same reason
     (("depth", "stochastic"), "t5"): "what blocks add to their inputs",

@@ -35,6 +35,7 @@ QWEN_4B = llm("qwen3", 2560, 9728, 36, (32, 8), 151_936, tie_word_embeddings=Tru
 QWEN_8B = llm("qwen3", 4096, 12_288, 36, (32, 8), 151_936, tie_word_embeddings=False, head_dim=128)
 QWEN_14B = llm("qwen3", 5120, 17_408, 40, (40, 8), 151_936, tie_word_embeddings=False, head_dim=128)
 LLAMA_8B = llm("llama", 4096, 14_336, 32, (32, 8), 128_256, tie_word_embeddings=False)
+LONG_8B = llm("llama", 4096, 14_336, 32, (32, 8), 128_256, tie_word_embeddings=False, max_position_embeddings=131_072)
 LLAMA_70B = llm("llama", 8192, 28_672, 80, (64, 8), 128_256, tie_word_embeddings=False)
 # By preset: the model, the tokens of a sequence, and the card.
 CARDS: dict[str, tuple[Llm, int, list[str]]] = {
@@ -51,6 +52,7 @@ CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "lora_4b_12gb": (QWEN_4B, 1024, ["plan.device=rtx3060"]),
     "lora_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
     "qlora_8b_8gb": (LLAMA_8B, 512, ["plan.device=rtx3070"]),
+    "long_8b_8gb": (LONG_8B, 65_536, ["plan.device=rtx3070"]),
 }
 NAMES = ["gpt2_in_parts", "gpt2_scratch_8gb", "resnet50_8gb", "finetune_bert_8gb", *CARDS]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowvram.compat.torch_autograd import base_of, current_node
-from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.compat.torch_modes import TorchDispatchMode, is_in_dispatch_mode
 from lowvram.compat.torch_storage import on_storage_resize
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
@@ -81,9 +81,11 @@ def ledger(
 
 def announce(tensor: Tensor, kind: Kind) -> Tensor:
     """Tell every open ledger the kind of a tensor, and return the tensor. For tensors that a ledger couldn't classify,
-    such as a gradient that is used and freed inside the backward pass."""
-    for record in _open:
-        record.set_kind(tensor, kind)
+    such as a gradient that is used and freed inside the backward pass. Ledgers don't see trials of a model, which run
+    outside of dispatch modes."""
+    if is_in_dispatch_mode():
+        for record in _open:
+            record.set_kind(tensor, kind)
     return tensor
 
 

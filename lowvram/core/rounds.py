@@ -13,17 +13,23 @@ StandsFor = Callable[[int], AbstractContextManager[None]]  # inside it, what is 
 _STANDS_FOR: ContextVar[StandsFor | None] = ContextVar("stands_for", default=None)
 
 
-def followed(rounds: Sequence[Round]) -> Iterator[Round]:
+def followed(rounds: Sequence[Round], backwards: bool = False) -> Iterator[Round]:
     """The rounds of a loop, which do the same work on tensors of the same sizes, but for the last, which may be
-    smaller. Inside `three_followed` the first, the second for all between, and the last."""
-    stands_for = _STANDS_FOR.get()
+    smaller; or whose sizes grow evenly. Inside `three_followed` the first, the middle one for all between, and the
+    last.
+
+    Args:
+        backwards: the last one first.
+    """
+    stands_for, step = _STANDS_FOR.get(), -1 if backwards else 1
     if stands_for is None or len(rounds) <= 3:
-        yield from rounds
+        yield from rounds[::step]
         return
-    yield rounds[0]
+    first, last = (rounds[0], rounds[-1])[::step]
+    yield first
     with stands_for(len(rounds) - 2):
-        yield rounds[1]
-    yield rounds[-1]
+        yield rounds[len(rounds) // 2]
+    yield last
 
 
 @contextmanager

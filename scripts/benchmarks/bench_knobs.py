@@ -62,7 +62,8 @@ FURTHER = {
         ("sharding.ranks=4",),
         ("sharding.ranks=4", "sharding.replicate=2"),
         ("sharding.ranks=4", "sharding.reshard_after_forward=2"),
-    ]
+    ],
+    ("tile", "tokens"): [("tile.tokens=16",)],  # of the 128 of a sample
 }
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
 WITHOUT_ERROR = ("optimizer", "allocator", "adapter", "depth", "sparsity")  # another model or update, no other numbers

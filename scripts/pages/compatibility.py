@@ -37,6 +37,7 @@ from lowvram.core.knob import Exactness
 from lowvram.knobs.depth.early_exit import EXITS
 from lowvram.knobs.depth.layer_drop import SKIPPABLE
 from lowvram.knobs.norms.keep_output import NORMS
+from lowvram.knobs.tile.causal import CAUSAL_BLOCKS
 from lowvram.knobs.tile.mlps import MLPS
 from lowvram.results.metric_lines import FILE_NAME, read_lines
 from scripts.benchmarks.runs import Runs
@@ -68,13 +69,14 @@ EXTRA = {
     ("optimizer", "lars"): ["optimizer.lr=0.1"],  # by the default one a random direction (zeroth_order) diverges
     ("precision", "fp16"): ["precision.init_scale=1024"],  # a scale that no first step overflows
     ("tile", "mlp"): ["tile.tokens=100"],  # of the 1,024 tokens of a batch
+    ("tile", "tokens"): ["tile.tokens=5"],  # of the 16 of a sample
     ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
     ("weights", "auto"): ["weights.resident=1"],  # as a plan may choose
     ("sharding", "pipeline"): ["sharding.schedule=gpipe"],  # of a batch in one part, too
 }
 LACKS = {
     "transformer": frozenset[ModelFact](),
-    "resnet": frozenset({MLPS, INNER_LINEARS, NORMS, SKIPPABLE, EXITS}),
+    "resnet": frozenset({MLPS, CAUSAL_BLOCKS, INNER_LINEARS, NORMS, SKIPPABLE, EXITS}),
 }  # options that need these are left out
 REFUSED = {  # and these, whose trial of the model refuses it
     "transformer": frozenset[Option](),

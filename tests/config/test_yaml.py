@@ -156,7 +156,7 @@ def hydra_conf() -> Iterator[None]:
 
 
 PRESETS_OF_LLMS = [path.stem for path in (CONF / "experiment").glob("*lora_*.yaml")]
-PRESETS_OF_LLMS += [path.stem for path in (CONF / "experiment").glob("full_*.yaml")]
+PRESETS_OF_LLMS += [path.stem for kind in ("full", "long") for path in (CONF / "experiment").glob(f"{kind}_*.yaml")]
 SAID = {  # what the user of a preset has to say, or says where there is no network
     "experiment=gpt2_scratch_8gb": ["data.path=somewhere"],
     "experiment=resnet50_8gb": ["data.path=somewhere"],

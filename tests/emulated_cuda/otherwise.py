@@ -19,7 +19,8 @@ def probabilities(
     """Softmax of the scores (batch, heads, queries, keys) in fp32, and their logsumexp."""
     scores = in_fp32(q) @ in_fp32(k).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
+        num_queries, num_keys = scores.shape[-2:]  # those of the last tokens
+        scores = scores + torch.full((num_queries, num_keys), float("-inf")).triu(1 + num_keys - num_queries)
     if bias is not None:
         scores = scores + in_fp32(bias)
     logsumexp = scores.logsumexp(-1)

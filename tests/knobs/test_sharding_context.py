@@ -18,12 +18,13 @@ from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, conflicts
 from lowvram.core.ledger import ledger
 from lowvram.core.mesh import data_ranks, target_ranks
+from lowvram.core.probes import token_trial
 from lowvram.core.probes.runs import As, Told
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.structure import Structure
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, ZeRO1, runs_trial
+from lowvram.knobs.sharding import DDP, FSDP, ContextParallel, ZeRO1
 from lowvram.knobs.sharding.find_runs import FindRuns
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.loops.noise_scale import MeasureNoise
@@ -240,12 +241,12 @@ class Alternating(nn.Module):
 
 
 def test_of_a_large_model_each_kind_of_block_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_trial, "LARGE", 0)
+    monkeypatch.setattr(token_trial, "LARGE", 0)
     known = known_of(Alternating("attention"))
-    assert [*runs_trial.repeated_blocks(known, known.example(2), 12, 12)] == ["blocks.1", "blocks.2"]
+    assert [*token_trial.repeated_blocks(known, known.example(2), 12, 12)] == ["blocks.1", "blocks.2"]
     assert known.get(FindRuns(2)) is None
     known = known_of(Alternating("mean"))
-    assert [*runs_trial.repeated_blocks(known, known.example(2), 12, 12)] == ["blocks.1"]
+    assert [*token_trial.repeated_blocks(known, known.example(2), 12, 12)] == ["blocks.1"]
     with pytest.raises(Incompatible, match="doesn't compute the same"):
         known.get(FindRuns(2))
     assert known_of_family("qwen3:grouped").get(FindRuns(2)) == Told("position_ids", As.row)

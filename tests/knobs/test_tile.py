@@ -25,7 +25,7 @@ from lowvram.knobs.stepping import InBackward
 from lowvram.knobs.stepping.in_backward import Norm
 from lowvram.knobs.tile import TiledMLP
 from lowvram.knobs.tile.chunks import Inner
-from lowvram.knobs.tile.mlp import Tiled
+from lowvram.knobs.tile.tokenwise import Tiled
 from lowvram.models.external import HandedOver
 from lowvram.models.hf import HfConfig
 from lowvram.models.transformer import TransformerConfig

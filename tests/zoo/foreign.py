@@ -54,11 +54,13 @@ class Foreign:
     criterion: Callable[[nn.Module, Any, Any], Tensor] | None = None
     draws: bool = False  # random numbers in its forward pass
     lacks: str = ""  # the names of the facts that it lacks, apart from those that every module of the user's own lacks
+    has_causal_blocks: bool = False  # if it computes each sample from that sample alone
     refuses: str = ""  # other options, or groups, that it can't have: the knob or the first step says so
 
     @property
     def absent(self) -> set[str]:
-        return {"EXITS", "HEAD", *self.lacks.split()}
+        lacks = {"EXITS", "HEAD", *self.lacks.split()}
+        return lacks if self.has_causal_blocks or "SEPARATE_SAMPLES" in lacks else {"CAUSAL_BLOCKS", *lacks}
 
     def loss(self, model: nn.Module, outputs: Any, targets: Any) -> Tensor:
         return (self.criterion or sum_of_cross_entropies)(model, outputs, targets)

@@ -285,6 +285,7 @@ MODELS = {
         targets=floats(4, 6),
         criterion=with_commitment,
         lacks="BRANCHES MLPS NORMS SKIPPABLE",
+        has_causal_blocks=True,  # in which tokens don't meet at all
         refuses="precision=bf16_pure precision=bf16_split",
     ),
     "discriminator": Foreign(

@@ -28,16 +28,20 @@ class Use(NamedTuple):
 
 
 def uses_of(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str], guesses: bool = False
 ) -> dict[str, Use]:
     """How one forward pass calls the blocks; of one that is called several times, the last time."""
-    return dict(calls_of(model, call, inputs, names))
+    return dict(calls_of(model, call, inputs, names, guesses))
 
 
 def calls_of(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str], guesses: bool = False
 ) -> list[tuple[str, Use]]:
-    """The calls of the blocks in one forward pass, in their order."""
+    """The calls of the blocks in one forward pass, in their order.
+
+    Args:
+        guesses: as `fake_pass` takes it.
+    """
     calls: list[tuple[str, Use]] = []
 
     def watched(copy: nn.Module, fake: Any) -> None:
@@ -45,7 +49,7 @@ def calls_of(
             watch(copy.get_submodule(name), name, calls)
         call(copy, fake)
 
-    fake_pass(model, watched, inputs, guesses=False)
+    fake_pass(model, watched, inputs, guesses=guesses)
     return calls
 
 

@@ -8,27 +8,22 @@ Shapes: b samples, t tokens of a sample, s of a rank's run, n heads, h of a rank
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lowvram.compat.replaced import replaced
 from lowvram.config.errors import Incompatible, require
+from lowvram.core.attention import Kernel, as_autocast, replacing_attention
 from lowvram.core.mesh import Ranks
 from lowvram.core.slices import begin_of
 from lowvram.knobs.sharding.released import released
 
-Kernel = Callable[..., Tensor]
-TORCHS: Kernel = F.scaled_dot_product_attention
 KEY = "sharding.context"
 
 
@@ -117,13 +112,13 @@ _of_thread = ContextVar[Runs | None]("runs", default=None)  # the same in a tria
 @contextmanager
 def attending(model: nn.Module, runs: Runs) -> Iterator[None]:
     """Around forward passes of a model, and backward passes that compute some of them again: attention between the
-    tokens of a run is attention between those of all runs. A torch function mode would be off inside `backward`."""
+    tokens of a run is attention between those of all runs."""
     if _of_process:
         yield
         return
     _of_process.append(runs)
     try:
-        with patched(model):
+        with replacing_attention(model, attention):
             yield
     finally:
         _of_process.clear()
@@ -131,26 +126,12 @@ def attending(model: nn.Module, runs: Runs) -> Iterator[None]:
 
 @contextmanager
 def attending_in_thread(runs: Runs) -> Iterator[None]:
-    """The same for this thread alone; inside `patched`."""
+    """The same for this thread alone; inside `replacing_attention`."""
     token = _of_thread.set(runs)
     try:
         yield
     finally:
         _of_thread.reset(token)
-
-
-@contextmanager
-def patched(model: nn.Module) -> Iterator[None]:
-    """Inside it `attention` is torch's, by the name that torch gives it, and by those that the model's code does."""
-    files = {F, *(sys.modules.get(type(module).__module__, F) for module in model.modules())}
-    kernel = F.scaled_dot_product_attention  # perhaps what others have put there
-    names = [
-        (file, name) for file in files for name, value in list(vars(file).items()) if value is TORCHS or value is kernel
-    ]
-    with ExitStack() as undo:
-        for file, name in names:
-            undo.enter_context(replaced(file, name, partial(attention, kernel)))
-        yield
 
 
 def attention(kernel: Kernel, *args: Any, **named: Any) -> Any:
@@ -198,12 +179,6 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     of_keys = "" if num_kv_heads == num_heads else f", and those of its {num_kv_heads} heads of keys and values"
     allowed = f"a number that divides the model's {num_heads} heads{of_keys}: one of {fitting}"
     require(fits(num_ranks), KEY, num_ranks, allowed)
-
-
-def as_autocast(x: Tensor) -> Tensor:
-    """In the number format in which autocast computes attention and layers, before it is sent, or kept."""
-    is_cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype is not torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x
 
 
 def to_heads(x_bnsc: Tensor, runs: Runs) -> Tensor:

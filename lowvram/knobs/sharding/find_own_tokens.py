@@ -1,5 +1,5 @@
 """Whether a model whose layers are split computes the same where, between these, each rank has a run of each sample's
-tokens: by trial, in one process, with random weights (runs_trial.py)."""
+tokens: by trial, in one process, with random weights (core/probes/token_trial.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.probes.alone import are_close
+from lowvram.core.probes.runs import positions_told, ways_to_tell
 from lowvram.core.probes.splits import Splits
+from lowvram.core.probes.token_trial import ALL, Found, Samples, check_way, is_same_by_trial, length_of
 from lowvram.core.structure import Blocks, Probe, Structure
-from lowvram.knobs.sharding.find_runs import FEW, FindRuns, check_way, length_of
+from lowvram.knobs.sharding.find_runs import FEW, paths
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.sharding.in_threads import Meeting, on_threads
 from lowvram.knobs.sharding.own_tokens import KEY, split_with_own_tokens
-from lowvram.knobs.sharding.runs import positions_told
 from lowvram.knobs.sharding.runs_row import RunsRow, Way
-from lowvram.knobs.sharding.runs_trial import ALL, Found, Samples, is_same_by_trial
 from lowvram.knobs.sharding.split_trial import ThreadRow, parts_in
 
 
@@ -49,7 +49,7 @@ class FindOwnTokens(Probe[Way]):
         for way in ways(known, inputs):
             compare = partial(is_same, splits=splits, num_ranks=num_ranks, way=way)
             if is_same_by_trial(known, inputs, number, few, compare):
-                check_way(known, inputs, number, few, 1, None, refused)
+                check_way(known, inputs, number, few, paths(known, number, 1, None), refused)
                 return way
         raise refused("this model doesn't compute the same where ranks have a run of tokens between split layers")
 
@@ -57,7 +57,7 @@ class FindOwnTokens(Probe[Way]):
 def ways(known: Structure, inputs: Any) -> Iterator[Way]:
     """Those to be tried. Some models, such as GPT-2, give what their blocks have made the shape of the inputs."""
     yield Way(takes_all=True)
-    yield from (Way(False, told) for told in FindRuns(1).candidates(known, inputs))
+    yield from (Way(False, told) for told in ways_to_tell(known, inputs))
 
 
 def refused(what: str) -> Incompatible:

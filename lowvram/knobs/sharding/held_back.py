@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from lowvram.compat.torch_autograd import hooks_of_tensor
+from lowvram.core.attention import as_autocast
 from lowvram.core.derived import named_like
 from lowvram.core.layers import convolutions, has_own_forward, is_transposed, owns_weight
-from lowvram.knobs.sharding.attention import as_autocast
 
 
 class Product(NamedTuple):

@@ -20,11 +20,12 @@ from lowvram.compat.torch_trees import tree_flatten, tree_map_only, tree_unflatt
 from lowvram.config.errors import require
 from lowvram.core.derived import named_like
 from lowvram.core.mesh import Ranks
+from lowvram.core.probes.runs import positions_told
 from lowvram.core.probes.splits import How, Splits
 from lowvram.core.rig import Part, Rig
 from lowvram.knobs.sharding.gradient_sum import GradientSum
 from lowvram.knobs.sharding.row import is_in_row
-from lowvram.knobs.sharding.runs import cut, num_tokens, positions_told, with_tried_criterion
+from lowvram.knobs.sharding.runs import cut, num_tokens, with_tried_criterion
 from lowvram.knobs.sharding.runs_row import InsideRow, RunsRow
 from lowvram.knobs.sharding.split_layers import split
 

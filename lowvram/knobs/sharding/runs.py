@@ -3,19 +3,19 @@ they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.mesh import Ranks
-from lowvram.core.probes.runs import As, Told
+from lowvram.core.probes.runs import Told, positions_told
+from lowvram.core.probes.token_trial import has_tokens
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.knobs.sharding.attention import KEY, ProcessRow, Runs, attending
 
@@ -76,34 +76,6 @@ def cut(part: Part, number: int, mine: slice) -> Part:
         raise Incompatible(f"{KEY}: the targets have {number} tokens, and no input has as many: choose sharding=fsdp")
     new = part.map(lambda tensor: tensor[:, mine].contiguous() if has_tokens(tensor, number) else tensor)
     return replace(new, num_tokens=number)
-
-
-def has_tokens(tensor: Any, number: int) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[1] == number
-
-
-@contextmanager
-def positions_told(model: nn.Module, told: Told | None, mine: slice, device: torch.device) -> Iterator[None]:
-    """Inside it the model is told at which positions its tokens are."""
-    if told is None:
-        yield
-        return
-
-    def with_positions(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return inputs, {**named, told.argument: positions(told.how, mine, device)}
-
-    handle = model.register_forward_pre_hook(with_positions, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def positions(how: As, mine: slice, device: torch.device) -> int | Tensor:
-    if how is As.first:
-        return mine.start
-    line = torch.arange(mine.start, mine.stop, device=device)
-    return line[None] if how is As.row else line
 
 
 @final

@@ -2,5 +2,6 @@
 
 from lowvram.knobs.tile.blocks import TiledBlocks, Whole
 from lowvram.knobs.tile.mlp import TiledMLP
+from lowvram.knobs.tile.tokens import TiledTokens
 
-__all__ = ["TiledBlocks", "TiledMLP", "Whole"]
+__all__ = ["TiledBlocks", "TiledMLP", "TiledTokens", "Whole"]

@@ -3,8 +3,10 @@ backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, itself, recomputed_later
-from lowvram.core.repeat import Repeatable
+from lowvram.core.repeat import First, Repeatable
 from lowvram.core.rounds import followed
 
 
@@ -43,14 +45,18 @@ def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor]) -> Tensor:
         Incompatible: the function changes what its modules hold, which it would do for each chunk, or its inputs.
     """
     if torch.compiler.is_compiling():  # which sums gradients inside its graph
-        call, pieces = inner.call, map(chunks.solid, chunks.of(inputs))
+        call, pieces = inner.call, map(chunks.solid, chunks.of_inputs(inputs))
         if not has_backward(inner, inputs):
             return torch.cat([call(*piece) for piece in pieces], chunks.dim)
         return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], chunks.dim)  # pyright: ignore[reportArgumentType]
-    run = Run(inner, chunks, [tensor.requires_grad for tensor in inputs])
+    return keeping_inputs(Run(inner, chunks, [tensor.requires_grad for tensor in inputs]), inputs)
+
+
+def keeping_inputs(run: Run, inputs: Sequence[Tensor]) -> Tensor:
+    """The output of a run, of which only the inputs are kept for the backward pass."""
     trained = [weight for weight in run.weights.values() if weight.requires_grad]
     anchor = None if any(run.wanted) else next(iter(trained), None)
-    with inputs_kept(inner.owner, inputs):
+    with inputs_kept(run.inner.owner, inputs):
         return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *trained)  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
 
 
@@ -95,37 +101,58 @@ class Chunked(torch.autograd.Function):
 Chunk = tuple[Tensor, ...]  # of several tensors, the same part of each
 
 
+class Cuts(Protocol):
+    """How the inputs and the output of a function are cut.
+
+    Attributes:
+        dim: along which the output is.
+    """
+
+    @property
+    def dim(self) -> int: ...
+
+    def of_inputs(self, inputs: Sequence[Tensor]) -> list[Chunk]:
+        """The chunks of all inputs together, as views."""
+        ...
+
+    def of_output(self, output: Tensor) -> Sequence[Tensor]:
+        """Those of the output, as views."""
+        ...
+
+    def solid(self, chunk: Chunk) -> Chunk:
+        """A chunk, contiguous as the whole tensors are: some modules reshape it by `view`."""
+        ...
+
+
 class Chunks(NamedTuple):
-    """How tensors are cut: along a dimension, into pieces of `size`; the last one may be smaller."""
+    """All tensors are cut along the same dimension, into pieces of `size`; the last one may be smaller."""
 
     dim: int
     size: int
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
-        """The chunks of all tensors together."""
-        return list(zip(*map(self.of_one, tensors), strict=True))
+    def of_inputs(self, inputs: Sequence[Tensor]) -> list[Chunk]:
+        return list(zip(*map(self.of_output, inputs), strict=True))
+
+    def of_output(self, output: Tensor) -> Sequence[Tensor]:
+        return output.split(self.size, self.dim)
 
     def solid(self, chunk: Chunk) -> Chunk:
-        """A chunk, contiguous as the whole tensors are: some modules reshape it by `view`."""
         return chunk if self.dim == 0 else tuple(part.contiguous() for part in chunk)
 
-    def of_one(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The chunks of a tensor, as views."""
-        return tensor.split(self.size, self.dim)
 
-    def joined(self, parts: Iterable[Tensor], length: int) -> Tensor:
-        """One tensor of chunks, `length` long. Each chunk is freed as soon as it is copied."""
-        whole: Any = None
-        first = 0
-        for part in parts:
-            if whole is None:
-                shape = (*part.shape[: self.dim], length, *part.shape[self.dim + 1 :])
-                layout = memory_format_of(part)
-                whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
-            whole.narrow(self.dim, first, part.shape[self.dim]).copy_(part)
-            first += part.shape[self.dim]
-            del part
-        return whole
+def joined(parts: Iterable[Tensor], dim: int, length: int) -> Tensor:
+    """One tensor of chunks, `length` long along `dim`. Each chunk is freed as soon as it is copied."""
+    whole: Any = None
+    first = 0
+    for part in parts:
+        if whole is None:
+            shape = (*part.shape[:dim], length, *part.shape[dim + 1 :])
+            layout = memory_format_of(part)
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
+        whole.narrow(dim, first, part.shape[dim]).copy_(part)
+        first += part.shape[dim]
+        del part
+    return whole
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
@@ -134,12 +161,11 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if is_channels_last else torch.contiguous_format
 
 
-@final
 class Run:
     """One forward pass in chunks, and its backward pass."""
 
-    def __init__(self, inner: Inner, chunks: Chunks, wanted: list[bool]) -> None:
-        self.inner, self.chunks, self.wanted = inner, chunks, wanted
+    def __init__(self, inner: Inner, cuts: Cuts, wanted: list[bool]) -> None:
+        self.inner, self.cuts, self.wanted = inner, cuts, wanted
         self.weights = dict(inner.named_parameters())
         self.is_trained = {
             name: weight.requires_grad for name, weight in self.weights.items()
@@ -151,16 +177,18 @@ class Run:
         self.passes = inner.repeatable.passes()
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        self.surroundings, length = Surroundings(inputs[0]), inputs[0].shape[self.chunks.dim]
-        with self.passes.first, recomputed_later(), self.surroundings.autocast():
-            chunks = followed(self.chunks.of(inputs))
-            whole = self.chunks.joined((self.without_graph(self.chunks.solid(chunk)) for chunk in chunks), length)
-        if changes := self.passes.first.changes:
-            raise Incompatible(
-                f"{changes[0].what} changes in each forward pass, and tile has a part take several, one for each chunk:"
-                " leave tile=none, and choose ckpt and accum"
-            )
-        return whole
+        self.surroundings = Surroundings(inputs[0])
+        chunks = self.cuts.of_inputs(inputs)
+        length = sum(chunk[0].shape[self.cuts.dim] for chunk in chunks)
+        with recomputed_later(), self.surroundings.autocast(), closing(self.first(chunks)) as outputs:
+            return joined(outputs, self.cuts.dim, length)
+
+    def first(self, chunks: list[Chunk]) -> Generator[Tensor]:
+        """The outputs of all chunks, in order."""
+        with self.passes.first:
+            for chunk in followed(chunks):
+                yield self.without_graph(self.cuts.solid(chunk))
+        check_unchanged(self.passes.first)
 
     def without_graph(self, chunk: Chunk) -> Tensor:
         """The output of a chunk. It is computed with a graph where there will be a backward pass, as code asks for
@@ -184,16 +212,29 @@ class Run:
         frozen = {
             name: weight.detach() for name, weight in self.weights.items() if name not in sums and weight.requires_grad
         }
-        stand_ins = frozen | {name: total.stand_in for name, total in sums.items()}
-        with self.passes.again, self.surroundings.autocast(), torch.enable_grad():
-            for number, chunk in followed(list(enumerate(self.chunks.of([gradient, *inputs])))):
-                of_output, *parts = self.chunks.solid(chunk)
-                leaves = self.leaves(tuple(parts))
-                torch.autograd.backward(functional_call(self.inner, stand_ins, tuple(leaves)), of_output)
-                for whole, leaf in zip(found, leaves, strict=True):
-                    if whole is not None and leaf.grad is not None:
-                        self.chunks.of_one(whole)[number].copy_(leaf.grad)
+        inner = partial(functional_call, self.inner, frozen | {name: total.stand_in for name, total in sums.items()})
+        chunks, of_output = self.cuts.of_inputs(inputs), self.cuts.of_output(gradient)
+        given_or_found = [given if each is None else each for given, each in zip(inputs, found, strict=True)]
+        of_inputs = self.cuts.of_inputs(given_or_found)
+        with self.surroundings.autocast(), torch.enable_grad(), closing(self.again(chunks, inner)) as numbers:
+            for number in numbers:
+                leaves = self.leaves(self.cuts.solid(chunks[number]))
+                [of_chunk] = self.cuts.solid((of_output[number],))
+                torch.autograd.backward(inner(tuple(leaves)), of_chunk)
+                for whole, leaf in zip(of_inputs[number], leaves, strict=True):
+                    if leaf.grad is not None:
+                        whole.copy_(leaf.grad)
         return [*found, *(total.result() for total in sums.values())]
+
+    def again(self, chunks: list[Chunk], inner: Callable[[Chunk], Tensor]) -> Generator[int]:
+        """The numbers of the chunks, in the order in which their gradients are computed. The caller computes a chunk
+        before it asks for the next one.
+
+        Args:
+            inner: the function, with weights whose gradients are summed.
+        """
+        with self.passes.again:
+            yield from followed(range(len(chunks)))
 
     def check_weights(self) -> None:
         """Raises Incompatible if a weight isn't any more what it was in the forward pass."""
@@ -205,6 +246,15 @@ class Run:
                     " its gradient is computed, also where a pass with it frozen is still to come: choose"
                     " stepping=after_backward or tile=none"
                 )
+
+
+def check_unchanged(first: First) -> None:
+    """Raises Incompatible if a forward pass has changed what its modules hold."""
+    if first.changes:
+        raise Incompatible(
+            f"{first.changes[0].what} changes in each forward pass, and tile has a part take several, one for each"
+            " chunk: leave tile=none, and choose ckpt and accum"
+        )
 
 
 @final

@@ -7,28 +7,18 @@ output that depends on it, whatever the weights. What NaN doesn't pass through, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple, final
+from typing import final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.compat.torch_modules import BatchNorm
-from lowvram.compat.torch_trees import tree_flatten
 from lowvram.core.fact import ModelFact
-from lowvram.core.generators import same_draws_afterwards
-from lowvram.core.probes.alone import Call, is_same_alone, with_zeros
-from lowvram.core.probes.fake_pass import fake_pass
 from lowvram.core.structure import Probe, Structure, unless
+from lowvram.knobs.tile.tokenwise import Place, tokenwise
 
 # As the blocks of Transformers call them. The last is a method of BERT and its relatives, which have no such module.
 USUAL_NAMES = ("mlp", "feed_forward", "ffn", "DenseReluDense", "block_sparse_moe", "feed_forward_chunk")
-FEW = 4  # tokens that the check computes
-
-Place = tuple[str, str]  # the dotted name of a module, and the name of its method
 
 
 @final
@@ -46,21 +36,7 @@ class Mlps(Probe[tuple[Place, ...]]):
     def find(self, known: Structure) -> tuple[Place, ...]:
         name_of = {module: name for name, module in known.model.named_modules()}
         places = [place for block in known.blocks for place in named(block, name_of[block], self.names)]
-        uses = uses_of(places, known) if places else {}
-        verdicts: dict[str, bool] = {}  # blocks are alike: each kind of MLP is checked once
-        found: list[Place] = []
-        for (owner, method), use in uses.items():
-            module = known.model.get_submodule(owner)
-            kind = f"{type(module)} {module} {method} {[(each.shape, each.dtype) for each in use.like]}"
-            if kind not in verdicts:
-                verdicts[kind] = (
-                    use.is_plain
-                    and keeps_tokens_apart(module, method, use.like)
-                    and is_same_alone(module, call_of(method, use.like))
-                )
-            if verdicts[kind]:
-                found.append((owner, method))
-        return tuple(found)
+        return tokenwise(places, known)
 
 
 MLPS = ModelFact(
@@ -70,19 +46,6 @@ MLPS = ModelFact(
         "none were found: leave tile=none or, if they have unusual names, list those in tile.names",
     ),
 )
-
-
-def token_dim(states: Tensor) -> int:
-    """The dimension along which tokens are cut: of hidden states (samples, tokens, ..., width) the second one, of
-    (tokens, width) the first."""
-    return 1 if states.dim() > 2 else 0
-
-
-class Use(NamedTuple):
-    """How a method was called."""
-
-    is_plain: bool  # with tensors of the same shape but for the width, and so is what it returned
-    like: tuple[Tensor, ...]  # its inputs
 
 
 def named(module: nn.Module, name: str, names: Sequence[str]) -> Iterator[Place]:
@@ -97,75 +60,3 @@ def named(module: nn.Module, name: str, names: Sequence[str]) -> Iterator[Place]
             yield dotted, "forward"
         else:
             yield from named(child, dotted, names)
-
-
-def uses_of(places: Sequence[Place], known: Structure) -> dict[Place, Use]:
-    """How one forward pass of the model calls methods, in the order in which they first return; none if it can't run on
-    fake tensors."""
-    uses: dict[Place, Use] = {}
-
-    def watched(copy: nn.Module, fake: Any) -> None:
-        for place in places:
-            watch(copy, place, uses)
-        known.call(copy, fake)
-
-    try:
-        fake_pass(known.model, watched, known.example(2), guesses=False)
-    except Exception:
-        return {}
-    return uses
-
-
-def watch(model: nn.Module, place: Place, uses: dict[Place, Use]) -> None:
-    owner, method = model.get_submodule(place[0]), getattr(model.get_submodule(place[0]), place[1])
-
-    @wraps(method)  # transformers counts the parameters of `feed_forward_chunk`
-    def watched(*inputs: Any, **named: Any) -> Any:
-        output = method(*inputs, **named)
-        tensors = [*inputs, output]
-        is_plain = not named and all(isinstance(each, Tensor) and each.dim() > 1 for each in tensors)
-        is_plain = is_plain and len({each.shape[:-1] for each in tensors}) == 1
-        before = uses.get(place, Use(True, ()))
-        uses[place] = Use(before.is_plain and is_plain, inputs if is_plain else ())
-        return output
-
-    setattr(owner, place[1], watched)
-
-
-def call_of(method: str, inputs: tuple[Tensor, ...]) -> Call:
-    return Call(method, *tree_flatten((inputs, {})), [True] * len(inputs), token_dim(inputs[0]))
-
-
-def keeps_tokens_apart(module: nn.Module, method: str, like: Sequence[Tensor]) -> bool:
-    """Whether each output token depends on the same token of the inputs alone.
-
-    Args:
-        like: tensors of any device and size with the inputs' number of dimensions, their formats and widths.
-    """
-    if any(isinstance(each, BatchNorm) for each in module.modules()):
-        return False
-    try:
-        with without_dispatch_modes(), same_draws_afterwards(module), torch.no_grad(), torch.device("cpu"):
-            call = getattr(with_zeros(module), method)
-            return all(spreads_only_to(call, like, places) for places in (slice(0, 1), slice(1, FEW)))
-    except Exception:
-        return False
-
-
-def spreads_only_to(call: Callable[..., Tensor], like: Sequence[Tensor], places: slice) -> bool:
-    """Whether NaN in the tokens at `places` makes their outputs NaN, and no others."""
-    output = call(*(with_nan(each, places) for each in like)).movedim(token_dim(like[0]), 0).flatten(1)
-    is_nan = output.isnan().all(1)
-    wanted = torch.zeros(FEW, dtype=torch.bool)
-    wanted[places] = True
-    return torch.equal(is_nan, wanted) and not output[~wanted].isnan().any()
-
-
-def with_nan(like: Tensor, places: slice) -> Tensor:
-    dim = token_dim(like)
-    shape = list(like.shape)
-    shape[dim] = FEW
-    filled = torch.zeros(shape, dtype=like.dtype)
-    if filled.is_floating_point():
-        filled.movedim(dim, 0)[places] = torch.nan
-    return filled

@@ -200,12 +200,14 @@ def flops_formula(packet: Any) -> Callable[..., int] | None:
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool, is_causal: bool) -> int:
     """FLOPs of a fused attention kernel on tensors (samples, heads, length, width): two products over all pairs of
-    tokens, and five in the backward pass, one of which is recomputed. With a causal mask half of the pairs are skipped.
+    tokens, and five in the backward pass, one of which is recomputed. A causal mask skips half of the pairs among the
+    tokens that have queries, which are the last ones.
     """
-    num_pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    num_skipped = num_queries**2 // 2 if is_causal else 0
+    num_pairs = query.shape[0] * query.shape[1] * (num_queries * num_keys - num_skipped)
     widths = (3, 2) if is_backward else (1, 1)
-    flops = 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
-    return flops // 2 if is_causal else flops
+    return 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
 
 
 def flex_flops(is_backward: bool, *args: Any, out_val: Any) -> int:

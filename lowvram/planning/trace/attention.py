@@ -79,6 +79,12 @@ def attention(
     return kernel(call)
 
 
+def takes_flash(card: Card, query: Tensor, key: Tensor, value: Tensor, dropout: float, is_grouped: bool) -> bool:
+    """As core/attention.py has it, on `card`; False for real tensors."""
+    call = Call(query, key, value, None, dropout, False, None, is_grouped)
+    return isinstance(query, FakeTensor) and flash_can(card, call)
+
+
 def kernel_for(card: Card, call: Call) -> Callable[[Call], Tensor]:
     """The first kernel that takes the call. The last one, which keeps the matrix of all pairs, takes any."""
     if not call.is_dense:
@@ -136,7 +142,8 @@ def efficient(call: Call) -> Tensor:
 
 
 def unfused(call: Call) -> Tensor:
-    args = (call.query, call.key, call.value, call.mask, call.dropout, call.is_causal)
+    mask = None if call.mask is None else as_numbers(call.mask, call.query.dtype)  # booleans would be added as 0 and 1
+    args = (call.query, call.key, call.value, mask, call.dropout, call.is_causal)
     return AttentionOps.MATH.default(*args, scale=call.scale, enable_gqa=call.is_grouped)[0]
 
 

@@ -20,11 +20,12 @@ from lowvram.compat.replaced import replaced
 from lowvram.compat.torch_distributed import gathered_from
 from lowvram.compat.torch_ops import NormOps, kernels_replaced
 from lowvram.compat.torch_optim import foreach_chosen_by
+from lowvram.core import attention as core_attention
 from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.core.shards import local
 from lowvram.models import attention as own_attention
-from lowvram.planning.trace.attention import attention
+from lowvram.planning.trace.attention import attention, takes_flash
 from lowvram.planning.trace.autocast import register_autocast, weights_cast_once
 from lowvram.planning.trace.cells import gru_cell, lstm_cell
 from lowvram.planning.trace.streams import Streams
@@ -37,6 +38,7 @@ def acts_as_card(card: Card, streams: Streams | None = None) -> Iterator[None]:
     """Inside it CPU tensors are treated as tensors on `card`, with its `streams`."""
     with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
         undo.enter_context(replaced(own_attention, "is_on_cpu", lambda tensor: False))
+        undo.enter_context(replaced(core_attention, "takes_flash", partial(takes_flash, card)))
         undo.enter_context(replaced(host, "copies_overlap", lambda device: True))
         undo.enter_context(replaced(host, "moved", lambda tensor, device: tensor.clone()))
         undo.enter_context((streams or Streams()).replacing_torchs())

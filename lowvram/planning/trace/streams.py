@@ -45,9 +45,9 @@ class Streams:
         self.current = FakeStream()
         self.num_made = 0
 
-    def make(self, *_: Any, **__: Any) -> FakeStream:
+    def next_number(self) -> int:
         self.num_made += 1
-        return FakeStream(number=self.num_made)
+        return self.num_made
 
     @contextmanager
     def use(self, stream: FakeStream | None) -> Iterator[None]:
@@ -61,8 +61,14 @@ class Streams:
     @contextmanager
     def replacing_torchs(self) -> Iterator[None]:
         """Inside it these take the place of a card's streams, and of the CPU's, which FSDP uses on paper."""
+        next_number = self.next_number
+
+        class MadeStream(FakeStream):  # a class, as code that is imported meanwhile may write `Stream | None`
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__(number=next_number())
+
         names: dict[str, Any] = {
-            "Stream": self.make,
+            "Stream": MadeStream,
             "Event": FakeEvent,
             "current_stream": lambda device=None: self.current,
             "stream": self.use,
