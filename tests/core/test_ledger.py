@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.assemble import assemble
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob
-from lowvram.core.ledger import Peak, ledger
+from lowvram.core.ledger import Peak, announce, ledger
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, make_batch
@@ -289,3 +290,11 @@ def test_what_lies_outside_the_models_device_is_host_memory_and_no_part_of_the_p
         on_device, on_host = torch.empty(1024, device="meta"), torch.empty(2048)
     assert peak.peak_bytes == 256 * 256 * 4 + on_device.nbytes
     assert peak.by_kind_max[Kind.HOST] == on_host.nbytes
+
+
+def test_a_trial_of_a_model_announces_nothing() -> None:
+    with ledger() as peak:
+        with without_dispatch_modes():
+            hidden = announce(torch.ones(1000), Kind.GRADIENTS)
+        assert announce(torch.ones(10), Kind.GRADIENTS).numel() < hidden.numel()
+    assert peak.by_kind_max[Kind.GRADIENTS] == 512

@@ -1,4 +1,4 @@
-"""Loops of which a plan follows three rounds."""
+"""A plan follows three rounds of a loop."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ import pytest
 from lowvram.core.rounds import followed, three_followed
 
 
-def test_in_a_real_run_all_rounds_are_made() -> None:
-    assert list(followed(range(9))) == list(range(9))
-
-
-@pytest.mark.parametrize("num", range(7))
-def test_a_plan_counts_all_but_makes_three(num: int) -> None:
-    made, counts, weights = list[int](), list[int](), [1]
+@pytest.mark.parametrize("backwards", [False, True])
+def test_three_rounds_stand_for_all_and_the_same_ones_in_both_directions(backwards: bool) -> None:
+    times, done = [1], list[tuple[int, int]]()
 
     @contextmanager
-    def stands_for(times: int) -> Iterator[None]:
-        weights.append(times)
+    def stands_for(number: int) -> Iterator[None]:
+        times.append(number)
         yield
-        weights.pop()
+        times.pop()
 
     with three_followed(stands_for):
-        for index in followed(range(num)):
-            counts += weights[-1:]
-            made.append(index)
-    assert sum(counts) == num
-    assert len(counts) == min(num, 3)
-    assert made[-1:] == list(range(num))[-1:]
-    assert list(followed(range(num))) == list(range(num))
+        for number in followed(range(8), backwards):
+            done.append((number, times[-1]))
+    assert done == [(0, 1), (4, 6), (7, 1)][:: -1 if backwards else 1]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_elsewhere_all_rounds_are_done(backwards: bool) -> None:
+    assert [*followed(range(8), backwards)] == [*range(8)][:: -1 if backwards else 1]

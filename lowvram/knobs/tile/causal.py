@@ -183,7 +183,7 @@ def lacks_causal_blocks(known: Structure) -> str | None:
     return None if SEPARATE_SAMPLES.lack(known) else known.get(CausalBlocks()).trouble
 
 
-CAUSAL_BLOCKS = ModelFact("tokens meet in the blocks' causal attention alone", lacks_causal_blocks)
+CAUSAL_BLOCKS = ModelFact("the tokens meet in the blocks' causal attention alone", lacks_causal_blocks)
 
 
 def compared(use: Use, of_fewer: Use, few: int) -> Called:

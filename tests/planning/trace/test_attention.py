@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.core.attention import attention_of_last
 from lowvram.core.device import Card, card_of
-from lowvram.planning.trace.attention import Call, cudnn, efficient, flash, kernel_for, unfused
+from lowvram.planning.time.op_cost import attention_flops
+from lowvram.planning.trace.attention import Call, attention, cudnn, efficient, flash, kernel_for, unfused
+from lowvram.planning.trace.cuda import acts_as_card
 from tests.laboratory import IS_EMULATED
 
 fused_choice: Any = torch.ops.aten._fused_sdp_choice  # returns the place in torch.nn.attention.SDPBackend
@@ -113,3 +117,36 @@ def test_torch_chooses_the_same_kernel(dtype: torch.dtype, needs_gradient: bool)
         chosen = fused_choice(*tensors, asked.dropout, asked.is_causal, enable_gqa=asked.is_grouped)
         kernel = [unfused, flash, efficient, cudnn][chosen]
         assert kernel_for(card, asked) is kernel, (os.environ.get("EMULATED_CARD"), dtype, changes)
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_a_model_that_is_tried_in_a_plan_computes_as_torch_does(is_bool: bool) -> None:
+    q, k, v = (torch.randn(2, 3, number, 8, dtype=torch.float64) for number in (4, 6, 6))
+    mask = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    mask = mask if is_bool else torch.zeros(4, 6, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(attention(A100, q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "is_flash"), [(A100, BF16, True), (H100, FP16, True), (A100, FP32, False), (T4, FP16, False)]
+)
+def test_attention_of_the_last_tokens_makes_a_mask_where_the_card_has_no_flash(
+    card: Card, dtype: torch.dtype, is_flash: bool
+) -> None:
+    """(s, t) booleans, or numbers for each of them."""
+    seen = list[tuple[int, ...]]()
+    with FakeTensorMode(), acts_as_card(card):
+        q, k, v = (torch.empty(2, 4, number, 64, dtype=dtype, requires_grad=True) for number in (10, 40, 40))
+
+        def kernel(*args: Any, **named: Any) -> Tensor:
+            seen.append(tuple(args[3].shape))
+            return F.scaled_dot_product_attention(*args, **named)
+
+        attention_of_last(kernel, q, k, v).sum().backward()
+    assert seen == ([] if is_flash else [(10, 40)])
+
+
+def test_flops_of_the_last_tokens_queries_are_those_of_the_pairs_that_they_see() -> None:
+    q, k = torch.empty(1, 1, 10, 8, device="meta"), torch.empty(1, 1, 40, 8, device="meta")
+    num_pairs = sum(min(40, 30 + number) for number in range(10))  # and half of the token's own
+    assert attention_flops(q, k, k, is_backward=False, is_causal=True) == 2 * 2 * 8 * (num_pairs + 5)

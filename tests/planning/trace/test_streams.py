@@ -35,6 +35,13 @@ def test_the_innermost_stream_is_the_current_one() -> None:
     assert (streams.current.number, streams.num_made) == (0, 2)
 
 
+def test_code_that_is_imported_meanwhile_may_name_the_class() -> None:
+    """peft imports more of transformers when a model gets adapters."""
+    with Streams().replacing_torchs():
+        annotation: Any = eval("torch.cuda.Stream | torch.cuda.Event | None")
+        assert isinstance(torch.cuda.Stream(), annotation)
+
+
 def streams_of(sharding: str) -> list[set[int]]:
     """The streams of what is asked for, and of what is given back."""
     target = Target(A100, 2, RowShape())
