@@ -62,7 +62,7 @@ def attention_of_last(
     if takes_flash(query, key, value, dropout_p, enable_gqa):
         width = query.shape[-1]
         missing = -width % FLASH_MULTIPLE
-        padded = [F.pad(x, (0, missing)) if missing else x for x in (query, key, value)]
+        padded = [torch.constant_pad_nd(x, (0, missing)) if missing else x for x in (query, key, value)]
         scale = width**-0.5 if scale is None else scale
         return AttentionOps.FLASH.default(*padded, dropout_p, True, scale=scale)[0][..., :width]
     num_queries, num_keys = query.shape[-2], key.shape[-2]

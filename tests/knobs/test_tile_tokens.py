@@ -203,7 +203,8 @@ def test_attention_of_the_last_tokens(
 def test_models_of_transformers(kind: str) -> None:
     task = InDouble(Auto().pose(HfConfig(tiny(kind)), DataSpec(Modality.TOKENS, 300, (9,), 300)))
     found, wanted = (trained(tile, task) for tile in (TiledTokens(4), "none"))
-    assert relative_error(found.gradients, wanted.gradients) <= 1e-9  # gemma makes a number in fp32
+    band = 1e-7 if kind == "gemma" else 1e-12  # whose norms compute in fp32
+    assert relative_error(found.gradients, wanted.gradients) <= band
 
 
 class Reader(nn.Module):
@@ -217,12 +218,15 @@ class Reader(nn.Module):
             *(nn.Linear(a, b) for a, b in ((8, 16), (16, 8))),
         )
         self.mix = nn.Conv1d(8, 8, 3, padding=2)
+        self.far = nn.Conv1d(8, 8, 2, padding=16, dilation=16)  # farther than a trial's tokens
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "mean before":
             x = x + (x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]).tanh()
         if self.how == "convolution":
             x = x + self.mix(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        if self.how == "far convolution":
+            x = x + self.far(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         if self.how == "own positions":
             x = x + torch.arange(x.shape[1], dtype=x.dtype)[:, None].sin()
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
@@ -260,7 +264,16 @@ def stack(how: str) -> nn.Sequential:
     return nn.Sequential(*(Reader(how) for _ in range(3)), nn.Linear(8, 5))
 
 
-REFUSED = ["mean before", "convolution", "own positions", "last token", "both ways", "products", "a mask"]
+REFUSED = [
+    "mean before",
+    "convolution",
+    "far convolution",
+    "own positions",
+    "last token",
+    "both ways",
+    "products",
+    "a mask",
+]
 REFUSED += ["a window where samples are long", "keys the other way round"]
 
 
@@ -275,7 +288,7 @@ def test_a_module_of_the_users_own(how: str) -> None:
     module, inputs = stack(how).double(), torch.randn(3, 19, 8, dtype=torch.float64)
     task = task_of(module, inputs, blocks="Reader")
     loss = lambda: module(inputs).square().sum()  # noqa: E731
-    named = {name: each for name, each in module.named_parameters() if "mix" not in name}
+    named = {name: each for name, each in module.named_parameters() if "mix" not in name and "far" not in name}
     wanted = dict(zip(named, torch.autograd.grad(loss(), [*named.values()]), strict=True))
     assemble(task, knobs_of(tile=TiledTokens(4)), CPU)
     found = dict(zip(named, torch.autograd.grad(loss(), [*named.values()]), strict=True))

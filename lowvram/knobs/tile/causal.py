@@ -7,6 +7,7 @@ its code takes the same way with samples of the real length is seen on tensors w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from lowvram.knobs.tile.keys import MEND
 from lowvram.knobs.tile.token_run import TokenCuts, TokenRun, spans_of
 
 FEW, TILE, TILES = 7, 3, 3  # tokens of a sample, and of a chunk, in a trial, and so many chunks
+REACHING = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "pad", "roll", "unfold")
 NO_TENSOR = -2
 SHARED = -1  # by all tokens
 
@@ -175,7 +177,19 @@ class Attempts:
             self.known.call(copy, given)
         for block, forward in forwards.items():
             block.forward = forward
+        self.check_reach(whole.calls, tiled.calls)
         return [whole.calls, tiled.calls]
+
+    def check_reach(self, whole: list[Seen], tiled: list[Seen]) -> None:
+        """Raises Incompatible where blocks call what may reach farther than the trial's few tokens show, such as a
+        convolution with a large dilation."""
+        if self.few == self.number:
+            return
+        numbers = [Counter(call.function.rpartition(".")[2] for call in calls) for calls in (whole, tiled)]
+        if far := next((name for name in REACHING if numbers[1][name] > numbers[0][name]), None):
+            raise Incompatible(
+                f"its blocks call torch's {far}, which may reach farther than the {self.few} tokens of a trial"
+            )
 
 
 def lacks_causal_blocks(known: Structure) -> str | None:
