@@ -33,8 +33,12 @@ def followed(rounds: Sequence[Round], backwards: bool = False) -> Iterator[Round
 
 
 @contextmanager
-def three_followed(stands_for: StandsFor) -> Iterator[None]:
-    """Inside it loops over `followed` leave out rounds: for tensors without values."""
+def three_followed(stands_for: StandsFor | None) -> Iterator[None]:
+    """Inside it loops over `followed` leave out rounds: for tensors without values.
+
+    Args:
+        stands_for: None: they leave out none, as a trial with values must inside a plan.
+    """
     token = _STANDS_FOR.set(stands_for)
     try:
         yield

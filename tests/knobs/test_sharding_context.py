@@ -216,13 +216,19 @@ def test_a_decoder_of_transformers_trains_as_on_one_process(kind: str) -> None:
 def test_a_window_that_short_samples_do_not_reach_is_refused() -> None:
     """A rank's run would lie within it, and the model would leave it out without a word."""
     assert known_of_family("mistral:grouped").get(FindRuns(2)) is not None
-    spec = replace(LONG, shape=(48,))
-    for window, why in ((10, "doesn't compute the same"), (40, "48 tokens this model computes otherwise than with 14")):
+    for length, window, why in (
+        (48, 40, "doesn't compute the same"),
+        (300, 10, "doesn't compute the same"),
+        (300, 200, "300 tokens this model computes otherwise than with 14"),
+    ):
+        spec = replace(LONG, shape=(length,))
         with pytest.raises(Incompatible, match=why):
-            known_of_family("mistral:grouped", spec, sliding_window=window).get(FindRuns(2))
-        ours = replace(TRANSFORMER, context=48, window=window)
+            known_of_family("mistral:grouped", spec, sliding_window=window, max_position_embeddings=300).get(
+                FindRuns(2)
+            )
+        ours = replace(TRANSFORMER, context=length, window=window)
         with pytest.raises(Incompatible, match=r"sharding\.context"):
-            structure_of(Auto().pose(ours, replace(TOKENS, shape=(48,)))).get(FindRuns(2))
+            structure_of(Auto().pose(ours, replace(TOKENS, shape=(length,)))).get(FindRuns(2))
 
 
 class Alternating(nn.Module):

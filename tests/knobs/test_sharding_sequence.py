@@ -140,7 +140,7 @@ def test_transformers_classes_train_like_one_process(kind: str, num_ranks: int) 
         assert max(errors(found, wanted)[what] for what in ("losses", "gradients", "parameters")) < 1e-12
 
 
-WIDTH, LENGTH, LONG = 6, 5, 20
+WIDTH, LENGTH, LONG = 6, 5, 150
 NAMED = "sharding.splits={*.a:columns,*.b:rows}"
 
 
@@ -231,7 +231,7 @@ def test_a_model_that_computes_long_samples_otherwise_is_refused(block: type[nn.
     """The trial is of short ones."""
     splits = (("*.a", How.columns), ("*.b", How.rows))
     task = lowvram.task(Net(block), torch.randn(2, 2 * LONG, WIDTH), token_losses, blocks=block.__name__)
-    with pytest.raises(Incompatible, match=r"sharding\.sequence=true: with 40 tokens this model computes otherwise"):
+    with pytest.raises(Incompatible, match=r"sharding\.sequence=true: with 300 tokens this model computes otherwise"):
         structure_of(task).get(FindOwnTokens(FindSplits(2, splits)))
 
 

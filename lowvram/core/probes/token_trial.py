@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,10 +26,14 @@ from lowvram.config.texts import first_line
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.probes.alone import Call, Formats, Trial
 from lowvram.core.probes.fake_pass import fake_pass
+from lowvram.core.probes.reach import Shapes, may_reach_far, shapes_in
+from lowvram.core.rounds import three_followed
 from lowvram.core.structure import Structure
 
 LARGE = 2**24  # weights of a model of which each kind of block is tried once
 MOST_STACKED = 2**26  # weights of a layer
+MOST_TOKENS = 256  # of a trial of a small model: as many as are there
+MOST_NUMEL = 2**22  # weights of a small model
 ALL = slice(None)
 Refused = Callable[[str], Incompatible]  # makes the error of what is wrong
 
@@ -56,36 +61,60 @@ def length_of(known: Structure, inputs: Any, refused: Refused) -> int:
     return number
 
 
+def length_of_trial(known: Structure, number: int, least: int) -> int:
+    """How many of a sample's tokens a trial is given: all, if they and the model are few; else `least`."""
+    is_small = sum(weight.numel() for weight in known.model.parameters()) <= MOST_NUMEL
+    return number if is_small and number <= MOST_TOKENS else min(number, least)
+
+
+class Paths(NamedTuple):
+    """What a model calls.
+
+    Args:
+        kinds: for each way to compute its tokens.
+        mixed: of one of them, by all that must not mix tokens but in attention.
+    """
+
+    kinds: list[list[Seen]]
+    mixed: list[Seen]
+
+
 def check_way(
     known: Structure,
     inputs: Any,
     number: int,
     few: int,
-    paths: Callable[[nn.Module, Any, int], list[list[Seen]]],
+    paths: Callable[[nn.Module, Any, int], Paths],
     refused: Refused,
 ) -> None:
     """Raises Incompatible where the model's code takes another way with samples of the real length than with the few
-    tokens of the trial.
+    tokens of the trial, or may mix tokens that are farther apart.
 
     Args:
         paths: of a copy, its inputs without memory, and how many of their tokens it is to be given: what it calls.
         refused: of what is wrong.
     """
 
-    def of_both(copy: nn.Module, fake: Any) -> list[list[list[Seen]]]:
+    def of_both(copy: nn.Module, fake: Any) -> list[Paths]:
         return [paths(copy, fake, length) for length in (few, number)]
 
     try:
         with known_values_readable(lambda value: True):
-            found = fake_pass(known.model, of_both, inputs)
+            of_few, of_all = fake_pass(known.model, of_both, inputs)
     except (BadInput, Incompatible):
         raise
     except Exception as error:
         raise refused(f"this model can't be tried without memory ({first_line(error)})") from None
-    if found[0] != found[1]:
+    if of_few.kinds != of_all.kinds:
         raise refused(
             f"with {number} tokens this model computes otherwise than with {few}, as with a window of attention"
         )
+    for one, other in zip(of_few.mixed, of_all.mixed, strict=True):
+        if few < number and may_reach_far(one.function, one.shapes, other.shapes):
+            raise refused(
+                f"this model calls torch's {one.function}, which may mix tokens that are farther apart than the {few}"
+                " of a trial"
+            )
 
 
 def is_same_by_trial(
@@ -107,7 +136,13 @@ def is_same_by_trial(
         BadInput, Incompatible: it can't be had so, and why.
     """
     model = known.model
-    with without_dispatch_modes(), same_draws_afterwards(model), torch.enable_grad(), torch.device("cpu"):
+    with (
+        without_dispatch_modes(),
+        three_followed(None),
+        same_draws_afterwards(model),
+        torch.enable_grad(),
+        torch.device("cpu"),
+    ):
         for dtype in (torch.float64, torch.float32):  # some code computes in one format whatever its inputs are in
             try:
                 samples, formats = Samples(known, inputs, number, few, dtype, is_training), Formats()
@@ -211,11 +246,17 @@ class Samples:
         return whole[:, mine]
 
 
-class Seen(NamedTuple):
-    """A call of a function of torch's, with its arguments that are neither tensors nor whole numbers."""
+@dataclass(frozen=True)
+class Seen:
+    """A call of a function of torch's, with its arguments that are neither tensors nor whole numbers.
+
+    Args:
+        shapes: of the tensors among its arguments, and of those that it returns.
+    """
 
     function: str
     settings: str
+    shapes: tuple[Shapes, Shapes] = field(compare=False, repr=False)
 
 
 def repeated_blocks(known: Structure, inputs: Any, number: int, few: int) -> dict[str, Callable[..., Any]]:
@@ -260,6 +301,7 @@ class BlockUse(NamedTuple):
 def watch(block: nn.Module, path: Path, uses: list[BlockUse]) -> None:
     forward = block.forward
 
+    @wraps(forward)
     def watched(*inputs: Any, **named: Any) -> Any:
         first = len(path.calls)
         output = forward(*inputs, **named)
@@ -299,5 +341,7 @@ class Path(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs or {}))
         settings = [leaf for leaf in leaves if isinstance(leaf, bool | float | str | torch.dtype) or leaf is None]
-        self.calls.append(Seen(getattr(func, "__qualname__", repr(func)), repr(settings)))
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        shapes = shapes_in((args, kwargs)), shapes_in(output)
+        self.calls.append(Seen(getattr(func, "__qualname__", repr(func)), repr(settings), shapes))
+        return output

@@ -15,7 +15,15 @@ from lowvram.config.errors import Incompatible, require
 from lowvram.core.probes.alone import are_close
 from lowvram.core.probes.runs import positions_told, ways_to_tell
 from lowvram.core.probes.splits import Splits
-from lowvram.core.probes.token_trial import ALL, Found, Samples, check_way, is_same_by_trial, length_of
+from lowvram.core.probes.token_trial import (
+    ALL,
+    Found,
+    Samples,
+    check_way,
+    is_same_by_trial,
+    length_of,
+    length_of_trial,
+)
 from lowvram.core.structure import Blocks, Probe, Structure
 from lowvram.knobs.sharding.find_runs import FEW, paths
 from lowvram.knobs.sharding.find_splits import FindSplits
@@ -44,7 +52,7 @@ class FindOwnTokens(Probe[Way]):
         require(
             number >= num_ranks, "sharding.tensor", num_ranks, f"at most the {number} tokens of a sample with {KEY}"
         )
-        few = min(number, FEW * num_ranks + number % num_ranks)
+        few = length_of_trial(known, number, FEW * num_ranks + number % num_ranks)
         splits = known.get(self.splits)
         for way in ways(known, inputs):
             compare = partial(is_same, splits=splits, num_ranks=num_ranks, way=way)

@@ -19,7 +19,7 @@ from lowvram.config.errors import Incompatible, require
 from lowvram.core.fact import ModelFact
 from lowvram.core.probes.runs import Told, ways_to_tell
 from lowvram.core.probes.stated import HAS_SOFT_TARGETS
-from lowvram.core.probes.token_trial import Seen, check_way, is_same_by_trial, length_of
+from lowvram.core.probes.token_trial import Paths, check_way, is_same_by_trial, length_of, length_of_trial
 from lowvram.core.structure import Probe, Structure, unless
 from lowvram.knobs.sharding.attention import KEY
 from lowvram.knobs.sharding.runs_trial import is_same_in_runs, path_of
@@ -58,7 +58,7 @@ class FindRuns(Probe[Told | None]):
         inputs = known.example(2)
         number = length_of(known, inputs, refused)
         require(number >= self.num_ranks, KEY, self.num_ranks, f"at most the {number} tokens of a sample")
-        few = min(number, FEW * self.num_ranks + number % self.num_ranks)
+        few = length_of_trial(known, number, FEW * self.num_ranks + number % self.num_ranks)
         for told in ways_to_tell(known, inputs, self.named):
             compare = partial(is_same_in_runs, num_ranks=self.num_ranks, told=told)
             if is_same_by_trial(known, inputs, number, few, compare):
@@ -71,13 +71,17 @@ def refused(what: str) -> Incompatible:
     return Incompatible(f"{KEY}: {what}: {MEND}")
 
 
-def paths(
-    known: Structure, number: int, num_ranks: int, told: Told | None
-) -> Callable[[nn.Module, Any, int], list[list[Seen]]]:
+def paths(known: Structure, number: int, num_ranks: int, told: Told | None) -> Callable[[nn.Module, Any, int], Paths]:
     """What is called by a rank that has all tokens, and by the last one of a row.
 
     Args:
         number: how many tokens the inputs have.
     """
-    kinds: list[tuple[int, Told | None]] = [(1, None), (num_ranks, told)]
-    return lambda copy, fake, length: [path_of(known, copy, fake, number, length, ranks, how) for ranks, how in kinds]
+
+    def both(copy: nn.Module, fake: Any, length: int) -> Paths:
+        whole, of_last = (
+            path_of(known, copy, fake, number, length, ranks, how) for ranks, how in ((1, None), (num_ranks, told))
+        )
+        return Paths([whole, of_last], mixed=whole)
+
+    return both

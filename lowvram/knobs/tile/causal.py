@@ -7,7 +7,6 @@ its code takes the same way with samples of the real length is seen on tensors w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,15 +29,18 @@ from lowvram.core.probes.runs import Told, positions, ways_to_tell
 from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES
 from lowvram.core.probes.token_trial import (
     ALL,
+    BlockUse,
     Found,
     Path,
+    Paths,
     Samples,
-    Seen,
     check_way,
     first_of,
     has_tokens,
     is_same_by_trial,
     length_of,
+    length_of_trial,
+    watch,
 )
 from lowvram.core.repeat import Repeatable
 from lowvram.core.structure import Probe, Structure
@@ -47,7 +49,6 @@ from lowvram.knobs.tile.keys import MEND
 from lowvram.knobs.tile.token_run import TokenCuts, TokenRun, spans_of
 
 FEW, TILE, TILES = 7, 3, 3  # tokens of a sample, and of a chunk, in a trial, and so many chunks
-REACHING = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "pad", "roll", "unfold")
 NO_TENSOR = -2
 SHARED = -1  # by all tokens
 
@@ -119,7 +120,8 @@ class Attempts:
     """
 
     def __init__(self, known: Structure, inputs: Any, number: int) -> None:
-        self.known, self.inputs, self.number, self.few = known, inputs, number, min(number, FEW)
+        self.known, self.inputs, self.number = known, inputs, number
+        self.few = length_of_trial(known, number, FEW)
         given = self.uses(known.call, inputs, [""])[""].leaves
         self.place = next((place for place, leaf in enumerate(given) if has_tokens(leaf, number)), 0)
 
@@ -167,29 +169,20 @@ class Attempts:
         """The inputs with so many of their tokens."""
         return tree_map_only(Tensor, lambda leaf: first_of(leaf, self.number, length), inputs)
 
-    def paths(self, verdict: Verdict, copy: nn.Module, fake: Any, length: int) -> list[list[Seen]]:
+    def paths(self, verdict: Verdict, copy: nn.Module, fake: Any, length: int) -> Paths:
         """What a model calls, and what it calls in three chunks."""
-        given = self.first(fake, length)
+        given, uses = self.first(fake, length), list[BlockUse]()
         with Path() as whole:
+            for name in verdict.blocks:
+                watch(copy.get_submodule(name), whole, uses)
             self.known.call(copy, given)
+        mixed = [call for use in uses for call in use.calls]
         forwards = tile_all(copy, verdict.blocks, -(-length // TILES))
         with Path() as tiled, verdict.tell(copy):
             self.known.call(copy, given)
         for block, forward in forwards.items():
             block.forward = forward
-        self.check_reach(whole.calls, tiled.calls)
-        return [whole.calls, tiled.calls]
-
-    def check_reach(self, whole: list[Seen], tiled: list[Seen]) -> None:
-        """Raises Incompatible where blocks call what may reach farther than the trial's few tokens show, such as a
-        convolution with a large dilation."""
-        if self.few == self.number:
-            return
-        numbers = [Counter(call.function.rpartition(".")[2] for call in calls) for calls in (whole, tiled)]
-        if far := next((name for name in REACHING if numbers[1][name] > numbers[0][name]), None):
-            raise Incompatible(
-                f"its blocks call torch's {far}, which may reach farther than the {self.few} tokens of a trial"
-            )
+        return Paths([whole.calls, tiled.calls], mixed)
 
 
 def lacks_causal_blocks(known: Structure) -> str | None:

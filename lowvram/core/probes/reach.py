@@ -1,0 +1,46 @@
+"""Whether code may mix tokens that lie farther apart than a trial of few tokens shows, as a convolution with a large
+dilation, or a slice that shifts a sequence by sixteen tokens.
+
+What a model calls is seen twice on tensors without memory: with the trial's few tokens, and with all. Dimensions whose
+size differs are those of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lowvram.compat.torch_trees import tree_leaves
+
+MIXING = ("conv", "pad", "pool", "roll", "fold", "as_strided", "diff")  # parts of the names of torch's functions
+CUTTING = ("__getitem__", "narrow", "cat", "concat", "concatenate", "split", "chunk", "tensor_split", "slice_scatter")
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes_in(values: Any) -> Shapes:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def may_reach_far(function: str, of_few: tuple[Shapes, Shapes], of_all: tuple[Shapes, Shapes]) -> bool:
+    """Whether a call may mix tokens that are farther apart than a few.
+
+    Args:
+        function: its name.
+        of_few, of_all: the shapes of the tensors among its arguments, and of those that it returns.
+    """
+    name = function.rpartition(".")[2]
+    inputs, outputs = (sizes_of_tokens(few, every) for few, every in zip(of_few, of_all, strict=True))
+    if not inputs:
+        return False
+    if "conv" in name and name != "conv_tbc" and len(of_all[0]) > 1:
+        return any(size > 1 for size in of_all[0][1][2:])  # the kernel's
+    if any(part in name for part in MIXING):
+        return True
+    return name in CUTTING and not outputs <= inputs
+
+
+def sizes_of_tokens(of_few: Sequence[tuple[int, ...]], of_all: Sequence[tuple[int, ...]]) -> set[int]:
+    pairs = zip(of_few, of_all, strict=False)
+    return {every for few, many in pairs for size, every in zip(few, many, strict=False) if size != every}

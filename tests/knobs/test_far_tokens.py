@@ -1,0 +1,81 @@
+"""Tokens that meet outside of attention though they are far apart: each knob that computes few tokens at a time refuses
+the model, whether its trial has all tokens of a sample or a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowvram
+from lowvram.config.errors import Incompatible
+from lowvram.core.structure import Structure
+from lowvram.knobs.sharding.find_own_tokens import FindOwnTokens
+from lowvram.knobs.sharding.find_runs import FindRuns
+from lowvram.knobs.sharding.find_splits import FindSplits
+from lowvram.knobs.tile.causal import CausalBlocks
+from tests.laboratory import structure_of
+
+WIDTH, FAR = 8, 24  # farther apart than the few tokens of a trial
+FEW, MANY = 60, 300  # of a sample: a trial has all, or few
+
+
+class Mixer(nn.Module):
+    """Causal attention, a layer pair, and perhaps something that mixes tokens that are far apart."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q, self.k, self.v, self.merge = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.far = nn.Conv1d(WIDTH, WIDTH, 2, padding=FAR, dilation=FAR)
+        self.pointwise = nn.Conv1d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way:
+            x = x + MIXES[self.way](self, x)
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+MIXES: dict[str, Callable[[Mixer, Tensor], Tensor]] = {
+    "convolution": lambda block, x: block.far(x.mT)[..., : x.shape[1]].mT,
+    "padding": lambda block, x: F.pad(x, (0, 0, FAR, -FAR)),
+    "slice": lambda block, x: torch.cat([x.new_zeros(len(x), FAR, WIDTH), x[:, :-FAR]], 1)[:, : x.shape[1]],
+    "narrow": lambda block, x: F.pad(x.narrow(1, 0, max(0, x.shape[1] - FAR)), (0, 0, min(FAR, x.shape[1]), 0)),
+    "pooling": lambda block, x: F.avg_pool1d(x.mT, 2 * FAR + 1, 1, FAR).mT,
+    "rolling": lambda block, x: x.roll(FAR, 1) if x.shape[1] % FAR else x,
+}
+PROBES = {"tile=tokens": CausalBlocks(), "context": FindRuns(2), "sequence": FindOwnTokens(FindSplits(2))}
+
+
+def known_of(way: str, number: int) -> Structure:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixer(way), Mixer(way), nn.Linear(WIDTH, 5))
+    return structure_of(lowvram.task(model, torch.randn(2, number, WIDTH), blocks="Mixer"))
+
+
+def trouble(known: Structure, knob: str) -> str | None:
+    try:
+        found = known.get(PROBES[knob])
+    except Incompatible as error:
+        return str(error)
+    return getattr(found, "trouble", None)
+
+
+@pytest.mark.parametrize("number", [FEW, MANY])
+@pytest.mark.parametrize("way", MIXES)
+@pytest.mark.parametrize("knob", PROBES)
+def test_tokens_that_meet_far_apart_are_seen(knob: str, way: str, number: int) -> None:
+    assert trouble(known_of(way, number), knob)
+
+
+@pytest.mark.parametrize("number", [FEW, MANY])
+@pytest.mark.parametrize("knob", PROBES)
+def test_what_computes_each_token_alone_is_not_refused(knob: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXES, "pointwise", lambda block, x: block.pointwise(x.mT).mT)
+    assert trouble(known_of("", number), knob) is None
+    assert trouble(known_of("pointwise", number), knob) is None
