@@ -45,6 +45,8 @@ CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "full_3b_12gb": (QWEN_3B, 1024, ["plan.device=rtx3060"]),
     "full_4b_16gb": (QWEN_4B, 1024, ["plan.device=rtx4090", "vram=16GiB"]),
     "full_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
+    "full_8b_8gb": (LLAMA_8B, 2048, ["plan.device=rtx3070"]),
+    "full_14b_8gb": (QWEN_14B, 2048, ["plan.device=rtx3070"]),
     "full_8b_2x24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
     "full_14b_4x24gb": (QWEN_14B, 1024, ["plan.device=rtx3090"]),
     "lora_70b_4x24gb": (LLAMA_70B, 1024, ["plan.device=rtx3090"]),

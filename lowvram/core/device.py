@@ -106,9 +106,16 @@ def absent_from(card: Card | None, num_ranks: int, what_it_is: str) -> dict[Fact
 
 def compilers(device: torch.device) -> list[str]:
     """The compilers of which torch.compile needs one: for Triton a C compiler, for inductor on a CPU a C++ compiler."""
-    if device.type == "cuda":
-        return [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
-    return [os.environ.get("CXX", "g++")]
+    return c_compilers() if device.type == "cuda" else [os.environ.get("CXX", "g++")]
+
+
+def c_compilers() -> list[str]:
+    return [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
+
+
+def c_compiler() -> str | None:
+    """The path of the first C compiler that is installed."""
+    return next((found for name in c_compilers() if (found := shutil.which(name))), None)
 
 
 def _absent_with_ranks(num_ranks: int) -> dict[Fact, str]:

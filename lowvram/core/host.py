@@ -104,6 +104,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, which has been copied to the host, marked as host memory. A plan for a card patches this function, as
+    its fake tensors are on the CPU: what was copied is still on the card."""
+    return mark(tensor)
+
+
 def mark(tensor: Tensor) -> Tensor:
     """Mark the tensor's storages as host memory, and return the tensor."""
     for storage in storages(tensor):

@@ -10,17 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from lowvram.compat.torch_modes import is_in_dispatch_mode
+from lowvram.core import native
 from lowvram.core.seeds import default_generator, seed_of
 from lowvram.core.shards import local
 
 NUMEL_AT_A_TIME = 2**22  # of a weight that are rounded at a time: 16 MiB for each temporary of 32 bits
 LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
 CORRECTION = "correction"  # in the optimizer's state of a parameter, where its rounding keeps one
+IN_C = Path(__file__).with_suffix(".c")
 MOST_SEEDS = 2**30  # of `bits_at_random`, so that a seed and a place together fit into an int32
 
 
@@ -59,25 +64,39 @@ class Split(Rounding):
     """
 
     def __init__(self, bits: int) -> None:
-        self.correction_dtype = {8: torch.int8, 16: torch.int16}[bits]
-        self.unit = 2 ** (LOW_BITS - bits)  # of the correction, in units of the last bit of an fp32 number
+        self.bits, self.correction_dtype = bits, {8: torch.int8, 16: torch.int16}[bits]
+        self.dropped_bits = LOW_BITS - bits
+        self.unit = 2**self.dropped_bits  # of the correction, in units of the last bit of an fp32 number
 
     @torch.no_grad()
     def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
         assert correction is not None
-        exact = local(exact).float()
+        weight, correction, exact = local(weight), local(correction), local(exact).float()
+        if weight.dtype is torch.bfloat16 and in_c(f"write_split_{self.bits}", [weight, correction], exact):
+            return
         is_number = are_numbers(exact).to(torch.int32)
         bits = exact.view(torch.int32)
         bits = torch.add(bits, is_number, alpha=self.unit // 2).bitwise_and_(-self.unit)
         upper = torch.add(bits, is_number, alpha=2 ** (LOW_BITS - 1)).bitwise_and_(-(2**LOW_BITS))
-        local(weight).copy_(upper.view(torch.float32))
-        local(correction).copy_(bits.sub_(upper).mul_(is_number).div_(self.unit, rounding_mode="floor"))
+        weight.copy_(upper.view(torch.float32))
+        correction.copy_(bits.sub_(upper).mul_(is_number).bitwise_right_shift_(self.dropped_bits))
 
     @torch.no_grad()
     def restore(self, widened: Tensor, correction: Tensor | None) -> None:
         assert correction is not None
-        bits = local(widened).view(torch.int32)
-        bits.add_(local(correction).to(bits.device, torch.int32), alpha=self.unit)
+        widened, correction = local(widened), local(correction)
+        if not in_c(f"restore_split_{self.bits}", [widened], correction):
+            bits = widened.view(torch.int32)
+            bits.add_(correction.to(bits.device, torch.int32), alpha=self.unit)
+
+
+def in_c(function: str, written: list[Tensor], *read: Tensor) -> bool:
+    """Call a function of rounding.c. Not inside a dispatch mode, which is to see what torch's operators need. Returns
+    whether it was called."""
+    if is_in_dispatch_mode() or not native.run(IN_C, function, *written, *read, written[0].numel()):
+        return False
+    increment_version(written)
+    return True
 
 
 def forget(states: MutableMapping[Tensor, dict[str, Any]], parameter: Tensor) -> None:
@@ -95,8 +114,10 @@ def stochastically(target: Tensor, exact: Tensor) -> None:
     """
     for target_rows, exact_rows in zip(*(rows_of(local(tensor)) for tensor in (target, exact)), strict=True):
         wide_rows = exact_rows.float()
-        noise = torch.randint_like(wide_rows, 2**LOW_BITS, dtype=torch.int32).mul_(are_numbers(wide_rows))
-        bits = noise.add_(wide_rows.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
+        noise = torch.randint_like(wide_rows, 2**LOW_BITS, dtype=torch.int32)
+        if target_rows.dtype is torch.bfloat16 and in_c("write_stochastically", [target_rows], wide_rows, noise):
+            continue
+        bits = noise.mul_(are_numbers(wide_rows)).add_(wide_rows.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
         target_rows.copy_(bits.view(torch.float32))
 
 

@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.references import aliases, replace_tensors
+from lowvram.core.rounding import rows_of
 from lowvram.core.shards import local, placed, with_notes
 from lowvram.core.shared_memory import laid_out_as, sharing
 
@@ -98,6 +100,8 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     if is_fake(whole):  # in a plan there is no memory to write to
         fill = getattr(fill, "without_values", fill_nothing)
     fill(name, whole)
+    if host.is_assigned(tensor) and not isinstance(tensor, DTensor):
+        return as_it_was(in_host_memory(whole, tensor), tensor)
     rounded = whole.to(tensor.dtype)
     del whole  # what is in fp32 is free before a sharded tensor is copied
     value = placed(rounded, tensor, host.DEVICE if host.is_assigned(tensor) else device)
@@ -105,9 +109,24 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
         in_pageable, value = value, host.empty_like(value, pin=True)
         local(value).copy_(local(in_pageable))
     elif host.is_assigned(tensor):
-        host.mark(value)
+        value = host.arrived(value)
+    return as_it_was(value, tensor)
+
+
+def as_it_was(value: Tensor, tensor: Tensor) -> Tensor:
+    """The value with what the tensor without memory was besides: a parameter, and notes about it."""
     value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     return with_notes(value, tensor)
+
+
+@torch.no_grad()
+def in_host_memory(whole: Tensor, like: Tensor) -> Tensor:
+    """A value in host memory, rounded to the dtype of `like` some rows at a time: the device has room for little more
+    than the value itself."""
+    value = host.empty_like(like, pin=host.is_to_be_pinned(like))
+    for rows, exact in zip(rows_of(value), rows_of(whole), strict=True):
+        rows.copy_(exact.to(value.dtype))
+    return value
 
 
 def fill_nothing(name: str, tensor: Tensor) -> None:

@@ -132,8 +132,14 @@ def times(trace: Trace, plan_device: PlanDevice, pipeline: Pipeline | None = Non
     else:
         time = pipeline_time([each.work for each in pipeline.traces], pipeline.passes, rates, link)
     if time is None:
-        return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
-    return {"step_ms": time.step_ms, "step_ms_source": rates.source, "step_ms_of": time.by_name()}
+        return dict.fromkeys(("step_ms", "step_ms_source", "step_ms_of", "beside_ms_of"))
+    beside_ms = {name: each for name, each in time.beside_ms.items() if each}
+    return {
+        "step_ms": time.step_ms,
+        "step_ms_source": rates.source,
+        "step_ms_of": time.by_name(),
+        "beside_ms_of": beside_ms or None,
+    }
 
 
 def on_cpu(trace: Trace, overheads: list[Overhead]) -> Fields:

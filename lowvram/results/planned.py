@@ -9,6 +9,7 @@ from lowvram.results.row import size_text
 
 NUM_LARGEST = 3
 LEAST_SHARE = 0.01  # of a step's time: smaller parts are left out
+WORK = {"copies": "copies", "host": "the host's work"}  # beside the device's computation
 Plan = Mapping[str, Any]
 
 
@@ -25,6 +26,7 @@ def plan_lines(plan: Plan | None) -> list[str]:
             _verdict(plan),
             _host(plan),
             _time(plan),
+            _hidden(plan),
             _wire(plan),
             _kinds(plan),
             _largest(plan),
@@ -70,6 +72,16 @@ def _time(plan: Plan) -> str | None:
     of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
     shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
     return f"about {ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
+
+
+def _hidden(plan: Plan) -> str | None:
+    """How much of what runs beside the computation the device doesn't wait for."""
+    texts = [
+        f"{ms_text(ms - plan['step_ms_of'].get(name, 0.0))} of {ms_text(ms)} ms of {WORK[name]}"
+        for name, ms in (plan.get("beside_ms_of") or {}).items()
+        if ms >= LEAST_SHARE * plan["step_ms"]
+    ]
+    return f"hidden behind the computation: {', '.join(texts)}" if texts else None
 
 
 def _wire(plan: Plan) -> str | None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_autograd import version_of
+from lowvram.core import native
+from lowvram.core.device import c_compiler
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import CORRECTION, Split, bits_at_random, forget, noise_of, stochastically
-from tests.laboratory import DEVICES
+from tests.laboratory import CPU, DEVICES
 
 
 def rounded(exact: Tensor) -> Tensor:
@@ -159,3 +162,30 @@ def test_a_correction_outlives_the_rest_of_a_state() -> None:
     for parameter in (one, other, torch.zeros(1)):
         forget(states, parameter)
     assert states == {one: {CORRECTION: torch.ones(1)}}
+
+
+def test_autograd_knows_what_was_written() -> None:
+    weight, correction = torch.zeros(9, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int8)
+    before = version_of(weight), version_of(correction)
+    Split(8).write(weight.detach(), correction, torch.randn(9))
+    assert version_of(weight) > before[0]
+    assert version_of(correction) > before[1]
+    before = version_of(weight)
+    stochastically(weight[2:], torch.randn(7))
+    assert version_of(weight) > before
+
+
+@pytest.mark.skipif(c_compiler() is None, reason="needs a C compiler")
+def test_in_c_the_bits_are_those_of_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.cat([all_sizes(CPU), torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])])
+    results = list[list[Tensor]]()
+    for run in (native.run, lambda *_: False):
+        monkeypatch.setattr(native, "run", run)
+        torch.manual_seed(0)
+        found = [rounded(exact)]
+        for bits in (8, 16):
+            weight, correction = split(exact, bits)
+            found += [weight, correction, restored(weight, correction, bits)]
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lowvram.core import host, rounding
+from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.values import materialise, own_tensors
 
@@ -50,3 +53,22 @@ def test_a_tied_tensor_is_filled_once_by_its_first_name() -> None:
     materialise(model, lambda name, tensor: filled.append(name), torch.device("cpu"))
     assert filled == ["large.weight", "small.bias", "small.weight"]
     assert large.bias is small.bias
+
+
+def test_what_waits_on_the_host_is_rounded_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has it once, in fp32, and a few rows of what it becomes."""
+    monkeypatch.setattr(rounding, "NUMEL_AT_A_TIME", 1000)
+    values = torch.arange(6400).view(64, 100) / 7
+
+    def fill(name: str, tensor: Tensor) -> None:
+        tensor.copy_(values)
+
+    with torch.device("meta"):
+        layer = nn.Linear(100, 64, bias=False, dtype=torch.bfloat16)
+    host.assign(layer.weight)
+    with ledger() as peak:
+        materialise(layer, fill, torch.device("cpu"))
+    assert host.holds(layer.weight)
+    assert torch.equal(layer.weight.detach(), values.bfloat16())
+    assert peak.peak_bytes - 4 * 6400 in range(1, 2 * 2 * 1000)
+    assert peak.by_kind_max[Kind.HOST] == 2 * 6400

@@ -26,6 +26,7 @@ from tests.emulated_cuda import late
 from tests.emulated_cuda.otherwise import OTHERWISE
 from tests.emulated_cuda.overlay import as_tensor, in_fp32, is_strided, on_cpu, over, write
 
+WITHOUT_VALUES = set[str]()  # the operators that were left without values so far
 MOST_BYTES = int(os.environ.get("EMULATED_VALUES_MAX") or 32 << 20)
 IS_REPORTED = os.environ.get("EMULATED_REPORT") == "1"
 # Operators that only allocate, make a view, need no value, or get theirs without a kernel.
@@ -101,6 +102,7 @@ class Valued:
         if is_captured:
             return result
         if not can_have_values(tree_leaves((args, kwargs, result))):
+            WITHOUT_VALUES.add(self.name)
             return self._blanked(result)
         if late.IS_LATE and not self._is_at_once and late.enqueue(self, args, kwargs, result):
             return result

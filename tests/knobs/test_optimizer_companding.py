@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from lowvram.core import native
+from lowvram.core.device import c_compiler
 from lowvram.knobs.optimizer import companding
 from lowvram.knobs.optimizer.companding import (
     BLOCK_NUMEL,
     COMPANDERS,
+    IN_C,
     Companded,
     Compander,
     Root,
     Softsign,
     from_codes,
     to_codes,
+    write_companded,
 )
 from lowvram.knobs.optimizer.state_formats import SCALES, Kept, Piece
 from tests.laboratory import COMPILING_DEVICES, CPU
@@ -170,3 +175,32 @@ def test_a_compiled_kernel_computes_the_same(compander: type[Compander], numel: 
     read = torch.empty(numel)
     torch.compile(from_codes, dynamic=True)(read, wanted["state"], wanted["state" + SCALES])
     torch.testing.assert_close(read, unpacked(compander, wanted, values), rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(c_compiler() is None, reason="needs a C compiler")
+@EACH
+def test_the_code_in_c_computes_the_same_bits(compander: type[Compander]) -> None:
+    for numel, special in product([1, 63, 64, 65, 1000], [0.5, 0.0, 1e-42, torch.inf, torch.nan]):
+        values = drawn(compander, numel)
+        values[numel // 2] = special
+        wanted, found = (
+            (torch.zeros(numel, dtype=compander.dtype), torch.zeros(-(-numel // BLOCK_NUMEL)), torch.empty(numel))
+            for _ in range(2)
+        )
+        to_codes(*wanted[:2], values, 5)
+        from_codes(wanted[2], *wanted[:2])
+        assert native.run(IN_C, f"{compander.name}_to_codes", *found[:2], values, numel, 5)
+        assert native.run(IN_C, f"{compander.name}_from_codes", found[2], *found[:2], numel)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_without_a_compiler_the_codes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(200_000)  # more than a piece
+    codes, scales = torch.zeros(len(values), dtype=torch.int8), torch.zeros(len(values) // BLOCK_NUMEL)
+    write_companded(codes, scales, values, 7)
+    others = torch.zeros_like(codes), torch.zeros_like(scales)
+    monkeypatch.setattr(native, "run", lambda *_: False)
+    write_companded(*others, values, 7)
+    assert torch.equal(codes, others[0])
+    assert torch.equal(scales, others[1])

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lowvram.core.kind import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rounding import Rounding, Stochastic
-from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Moments
+from lowvram.core.rounding import Rounding, Split, Stochastic
+from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW8bit, AdamWCompanded, Moments, SGDCompanded
+from lowvram.knobs.optimizer.companded import FORMATS
 from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy, with_fp32_compute
+from lowvram.knobs.optimizer.groups import OptimizerKnob
 from tests.laboratory import DEVICES
 
 
@@ -181,3 +183,53 @@ def test_little_is_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
     assert peak.by_kind_max[Kind.OPTIMIZER] == pytest.approx(2 * weight.nbytes, abs=2 * 512)  # and the counts
     assert 0 < peak.by_kind_max[Kind.OTHER] <= 10 * 4 * 2**10
+
+
+# Small vectors
+
+
+def make_vectors(dtype: torch.dtype) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=draw).to(dtype)) for size in (5, 64, 128, 192, 64, 7)]
+
+
+ROUNDED = {"to the nearest": ToNearest(), "24 bits": Split(8), "32 bits": Split(16), "not": None}
+
+
+@pytest.mark.parametrize("rounding", ROUNDED.values(), ids=ROUNDED)
+@pytest.mark.parametrize(
+    "knob", [AdamW(), SGD(), AdamWCompanded(), SGDCompanded()], ids=lambda knob: type(knob).__name__
+)
+def test_vectors_are_updated_at_once_as_one_by_one(knob: OptimizerKnob, rounding: Rounding | None) -> None:
+    """Some of them have no gradient in some steps, so that their counts of updates differ."""
+    dtype = torch.float32 if rounding is None else torch.bfloat16
+    together, alone = make_vectors(dtype), make_vectors(dtype)
+    whole = with_fp32(knob, together, rounding)
+    each = [with_fp32(knob, [vector], rounding) for vector in alone]
+    inner_steps = list[int]()
+    whole.inner.register_step_post_hook(lambda *_: inner_steps.append(1))
+    for seed, left_out in enumerate((None, 1, None, 4, None)):
+        draw = torch.Generator().manual_seed(seed)
+        for number, (one, other) in enumerate(zip(together, alone, strict=True)):
+            one.grad = None if number == left_out else torch.randn(one.shape, generator=draw).to(dtype)
+            other.grad = one.grad
+        if seed == 3:
+            whole.load_state_dict(deepcopy(whole.state_dict()))
+        whole.step()
+        for optimizer in each:
+            optimizer.step()
+    for one, other, optimizer in zip(together, alone, each, strict=True):
+        assert torch.equal(one, other)
+        assert same_state(whole.state[one], optimizer.state[other])
+    assert len(inner_steps) <= 18  # of 28 updates
+
+
+def with_fp32(knob: OptimizerKnob, vectors: list[nn.Parameter], rounding: Rounding | None) -> FP32ComputeOptimizer:
+    plain, formats = (knob.reference(), FORMATS) if isinstance(knob, AdamWCompanded | SGDCompanded) else (knob, {})
+    return FP32ComputeOptimizer(plain.make(vectors), RoundingPolicy(rounding), formats, 2**20)
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one
+    )

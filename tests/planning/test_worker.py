@@ -14,6 +14,7 @@ from lowvram.config.defaults import CONF
 from lowvram.config.errors import Incompatible
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
+from lowvram.core import rounding
 from lowvram.core.assemble import assemble
 from lowvram.core.fact import Fact
 from lowvram.loops.noise_scale import noise_of
@@ -49,6 +50,16 @@ def planned(*words: str, planner: Planner | None = None) -> Fields:
 def libraries_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever torch runs here: what later versions' libraries take isn't known, and counts nothing."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+
+
+def test_weights_on_their_way_to_the_host_have_been_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, and rounded: FSDP's whole, others some rows at a time."""
+    monkeypatch.setattr(rounding, "NUMEL_AT_A_TIME", 2**14)
+    words = (*TINY, CARD, "precision=bf16_pure", "model.vocab_size=20000", "model.tied_embeddings=true")
+    phases = [planned(*words, away)["by_phase"]["build"] for away in ("offload=parameters", "weights=stream")]
+    embedding = 20000 * 32
+    assert phases[0] >= 6 * embedding
+    assert 4 * embedding < phases[1] < 5 * embedding
 
 
 @pytest.mark.usefixtures("libraries_known")

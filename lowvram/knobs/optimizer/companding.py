@@ -8,22 +8,26 @@ go on moving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lowvram.core import native
 from lowvram.core.fused import fused
 from lowvram.core.rounding import bits_at_random
 from lowvram.knobs.optimizer.state_formats import ALIGNMENT, SCALES, Kept, Piece, StateFormat
 
 BLOCK_NUMEL = ALIGNMENT  # with one scale
-PIECE_NUMEL = 2**20  # that are converted at a time where no kernel does it
+PIECE_NUMEL = 2**16  # that are converted at a time where no kernel does it: a processor's cache holds them
+IN_C = Path(__file__).with_suffix(".c")
 
 
 class Compander(ABC):
     """Places the shares that values have of the largest in their block on a scale whose whole numbers are the codes."""
 
+    name: str  # in C
     dtype: torch.dtype  # of codes
     least: int  # the smallest code
     most: int
@@ -41,7 +45,7 @@ class Compander(ABC):
 class Softsign(Compander):
     """Between -1 and 1, four times as dense at 0 as at both ends."""
 
-    dtype, least, most = torch.int8, -127, 127
+    name, dtype, least, most = "softsign", torch.int8, -127, 127
 
     def place(self, shares: Tensor) -> Tensor:
         return 2 * self.most * shares / (1 + shares.abs())
@@ -54,7 +58,7 @@ class Softsign(Compander):
 class Root(Compander):
     """Above 0, at most 1; even in the square roots. Shares below the smallest become it."""
 
-    dtype, least, most = torch.uint8, 0, 255
+    name, dtype, least, most = "root", torch.uint8, 0, 255
 
     def place(self, shares: Tensor) -> Tensor:
         return shares.sqrt() * (self.most + 1) - 1
@@ -89,13 +93,19 @@ def from_codes(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     values.copy_((shares_bk * scales.view(-1, 1)).view(-1)[: len(values)])
 
 
-def to_codes_in_pieces(codes: Tensor, scales: Tensor, values: Tensor, seed: int) -> None:
+def to_codes_on_cpu(codes: Tensor, scales: Tensor, values: Tensor, seed: int) -> None:
+    function, size = f"{COMPANDERS[codes.dtype].name}_to_codes", len(values)
+    if values.dtype is torch.float32 and native.run(IN_C, function, codes, scales, values, size, seed):
+        return
     for start in range(0, len(values), PIECE_NUMEL):
         elements = slice(start, start + PIECE_NUMEL)
         to_codes(codes[elements], scales[blocks_of(elements)], values[elements], seed + start)
 
 
-def from_codes_in_pieces(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+def from_codes_on_cpu(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+    function, size = f"{COMPANDERS[codes.dtype].name}_from_codes", len(values)
+    if values.dtype is torch.float32 and native.run(IN_C, function, values, codes, scales, size):
+        return
     for start in range(0, len(values), PIECE_NUMEL):
         elements = slice(start, start + PIECE_NUMEL)
         from_codes(values[elements], codes[elements], scales[blocks_of(elements)])
@@ -107,10 +117,10 @@ def blocks_of(elements: slice) -> slice:
 
 
 write_companded = fused(
-    "write_companded(Tensor(a!) codes, Tensor(b!) scales, Tensor values, int seed) -> ()", to_codes, to_codes_in_pieces
+    "write_companded(Tensor(a!) codes, Tensor(b!) scales, Tensor values, int seed) -> ()", to_codes, to_codes_on_cpu
 )
 read_companded = fused(
-    "read_companded(Tensor(a!) values, Tensor codes, Tensor scales) -> ()", from_codes, from_codes_in_pieces
+    "read_companded(Tensor(a!) values, Tensor codes, Tensor scales) -> ()", from_codes, from_codes_on_cpu
 )
 
 

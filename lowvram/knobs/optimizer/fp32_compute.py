@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lowvram.compat.torch_ops import CopyOps
 from lowvram.core.rounding import CORRECTION, MOST_SEEDS, Rounding, noise_of
 from lowvram.core.seeds import seed_of
 from lowvram.core.shards import is_off_mesh, local, on_mesh
@@ -23,6 +26,7 @@ from lowvram.core.states import placed_value
 from lowvram.knobs.optimizer.state_formats import ALIGNMENT, AS_COMPUTED, SCALES, Piece, StateFormat, share_memory
 
 PIECE_ELEMENTS = 2**22  # of a parameter that are converted at a time: 16 MiB for each copy in fp32
+VECTOR_NUMEL = 2**14  # of vectors that are updated together, at most
 STEP = "step"  # torch's name of the count of updates: a number, even in the state of a parameter that is one itself
 
 
@@ -104,8 +108,7 @@ class RoundingOptimizer(torch.optim.Optimizer, ABC):
         ]
         with noise_of_step(self.param_groups):
             self.begin_step(trained)
-            for parameter, group in trained:
-                self.update(parameter, group)
+            self.update_all(trained)
             self.end_step()
 
     def begin_step(self, trained: Sequence[Trained]) -> None:
@@ -114,6 +117,10 @@ class RoundingOptimizer(torch.optim.Optimizer, ABC):
 
     def end_step(self) -> None:
         """Called when all parameters are updated. Default: nothing."""
+
+    def update_all(self, trained: Sequence[Trained]) -> None:
+        for parameter, group in trained:
+            self.update(parameter, group)
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -155,8 +162,8 @@ class RoundingOptimizer(torch.optim.Optimizer, ABC):
 
 @final
 class FP32ComputeOptimizer(RoundingOptimizer):
-    """Converts one parameter after the other (a large one in pieces) and its states to fp32, has `inner` update them,
-    and rounds them back. So only a small part exists in fp32 at a time."""
+    """Converts one parameter after the other (a large one in pieces, small vectors together) and its states to fp32,
+    has `inner` update them, and rounds them back. So only a small part exists in fp32 at a time."""
 
     def __init__(
         self,
@@ -168,6 +175,59 @@ class FP32ComputeOptimizer(RoundingOptimizer):
         super().__init__(inner.param_groups, policy, formats)
         self.inner, self.piece_elements = inner, piece_elements
         self.new_settings: dict[int, dict[str, Any]] = {}  # of each group's last update in a step, by its place
+        self.num_updates: dict[nn.Parameter, int] = {}  # of vectors: to read them from a card would wait for it
+
+    def update_all(self, trained: Sequence[Trained]) -> None:
+        alike = defaultdict[Any, list[Trained]](list)
+        for number, (parameter, group) in enumerate(trained):
+            alike[self.likeness(parameter, group) or number].append((parameter, group))
+        for each in alike.values():
+            if len(each) > 1:
+                self.update_vectors([parameter for parameter, _ in each], each[0][1])
+            else:
+                self.update(*each[0])
+
+    def likeness(self, parameter: nn.Parameter, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        """What small vectors have in common that an element-wise update can compute as one; None of other
+        parameters. Those that don't fill a processor's vectors stay alone: torch rounds their ends otherwise."""
+        is_small = parameter.dim() == 1 and parameter.numel() <= VECTOR_NUMEL and parameter.numel() % ALIGNMENT == 0
+        if self.piece_elements is None or not is_small or isinstance(parameter, DTensor) or parameter.grad is None:
+            return None
+        numbers, averages = numbers_and_averages(self.state.get(parameter, {}), parameter)
+        if numbers.keys() - {STEP}:
+            return None
+        if STEP not in numbers:
+            self.num_updates[parameter] = 0
+        elif parameter not in self.num_updates:
+            self.num_updates[parameter] = int(numbers[STEP])
+        dtypes = (parameter.dtype, parameter.grad.dtype)
+        return (id(group), parameter.device, *dtypes, tuple(averages), self.num_updates[parameter])
+
+    def update_vectors(self, vectors: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update vectors as one: the host takes longer to begin an update than a device for so little work."""
+        sizes = [vector.numel() for vector in vectors]
+        corrections = [each for each in map(self.correction_of, vectors) if each is not None]
+        weight = Weight(torch.cat([each.detach() for each in vectors]), torch.cat(corrections) if corrections else None)
+        stand_in = nn.Parameter(self.widened(weight))
+        stand_in.grad = in_compute_dtype(torch.cat([each.grad for each in vectors if each.grad is not None]))
+        parts = stand_in.detach().split(sizes)
+        numbers, averages = numbers_and_averages(self.state[vectors[0]], vectors[0])
+        wide = {name: torch.cat([*map(partial(self.read_whole, name), vectors, parts)]) for name in averages}
+        numbers, wide = numbers_and_averages(self.updated(stand_in, copied(numbers) | wide, group), stand_in)
+        stand_in.grad = None
+        for name in list(wide):
+            for vector, part in zip(vectors, wide.pop(name).split(sizes), strict=True):
+                self.keep(vector, whole_piece(vector), name, part)
+        self.write(weight, stand_in.detach())
+        if weight.correction is not None:
+            CopyOps.COPY_MANY.default(corrections, [*weight.correction.split(sizes)])
+        CopyOps.COPY_MANY.default([each.detach() for each in vectors], [*weight.values.split(sizes)])
+        for vector in vectors:
+            self.state[vector] |= copied(numbers)
+            self.num_updates[vector] += 1
+
+    def read_whole(self, name: str, parameter: nn.Parameter, like: Tensor) -> Tensor:
+        return self.formats.get(name, AS_COMPUTED).read(self.state[parameter], name, whole_piece(parameter), like)
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         numbers, averages = numbers_and_averages(self.state[parameter], parameter)
@@ -175,6 +235,8 @@ class FP32ComputeOptimizer(RoundingOptimizer):
         for piece in pieces(parameter, self.piece_elements):
             last_numbers = self.update_piece(parameter, piece, copied(numbers), averages, group)
         self.state[parameter] |= last_numbers
+        if parameter in self.num_updates:
+            self.num_updates[parameter] += 1
 
     def update_piece(
         self,
@@ -222,6 +284,10 @@ class FP32ComputeOptimizer(RoundingOptimizer):
         self.new_settings[place_of(group, self.param_groups)] = settings
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the wide copies
         return new
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_updates = {}
 
     def end_step(self) -> None:
         """Keep what an optimizer holds in its groups, such as a count of steps. All updates of a step begin with the
@@ -274,10 +340,14 @@ def is_container(value: Any) -> bool:
     return isinstance(value, list | dict | set)
 
 
+def whole_piece(parameter: nn.Parameter) -> Piece:
+    return Piece(None, slice(0, parameter.numel()))
+
+
 def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Piece]:
     """The pieces of a parameter (of this rank's shard) that are updated one after the other; with None, the whole."""
     if piece_elements is None:
-        yield Piece(None, slice(0, parameter.numel()))
+        yield whole_piece(parameter)
         return
     shard = local(parameter.detach())
     num_rows = len(shard) if shard.ndim else 1

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
+from lowvram.compat.torch_trees import tree_flatten
 from lowvram.config.errors import require
 from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
@@ -24,6 +24,7 @@ from lowvram.core.probes.separate_samples import SEPARATE_SAMPLES, SeparateBlock
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
 from lowvram.core.structure import BLOCKS
+from lowvram.knobs.tile.arguments import Arguments
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
 
 
@@ -75,21 +76,11 @@ class Tiled:
         return signature(self.call)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        leaves, structure = tree_flatten((inputs, named))
+        leaves, nesting = tree_flatten((inputs, named))
         num_samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
         if num_samples <= self.samples:
             return self.call(*inputs, **named)
         places = [place for place, leaf in enumerate(leaves) if is_per_sample(leaf, num_samples)]
-        tensors = [leaves[place] for place in places]
-        shared = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-
-        def call(*chunk: Tensor) -> Tensor:
-            all_leaves = list(shared)
-            for place, tensor in zip(places, chunk, strict=True):
-                all_leaves[place] = tensor
-            inputs, named = tree_unflatten(all_leaves, structure)
-            output = self.call(*inputs, **named)
-            return output[0] if self.num_outputs else output
-
-        whole = in_chunks(Inner(self.repeatable, call), Chunks(0, self.samples), tensors)
-        return (whole, *[None] * (self.num_outputs - 1)) if self.num_outputs else whole
+        arguments = Arguments(leaves, nesting, places, self.num_outputs)
+        inner = Inner(self.repeatable, arguments.given_chunks(self.call))
+        return arguments.returned(in_chunks(inner, Chunks(0, self.samples), arguments.tensors))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from lowvram.compat.torch_trees import tree_flatten, tree_leaves, tree_map_only
 from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import first_line
@@ -44,6 +44,7 @@ from lowvram.core.probes.token_trial import (
 )
 from lowvram.core.repeat import Repeatable
 from lowvram.core.structure import Probe, Structure
+from lowvram.knobs.tile.arguments import Arguments
 from lowvram.knobs.tile.chunks import Inner, keeping_inputs
 from lowvram.knobs.tile.keys import MEND
 from lowvram.knobs.tile.token_run import TokenCuts, TokenRun, spans_of
@@ -262,24 +263,14 @@ class Tiled:
         if not self.is_as_tried(leaves):
             return self.call(*inputs, **named)
         places = [place for place, dim in enumerate(self.how.dims) if dim >= 0]
-        tensors, dims = [leaves[place] for place in places], [self.how.dims[place] for place in places]
+        arguments, dims = Arguments(leaves, nesting, places, self.how.num_outputs), [self.how.dims[at] for at in places]
+        tensors = arguments.tensors
         spans = spans_of(tensors[0].shape[dims[0]], self.tokens)
         if len(spans) == 1:
             return self.call(*inputs, **named)
-        shared = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-
-        def call(*chunk: Tensor) -> Tensor:
-            all_leaves = list(shared)
-            for place, tensor in zip(places, chunk, strict=True):
-                all_leaves[place] = tensor
-            inputs, named = tree_unflatten(all_leaves, nesting)
-            output = self.call(*inputs, **named)
-            return output[0] if self.how.num_outputs else output
-
-        cuts = TokenCuts(dims, self.how.dim, spans)
-        run = TokenRun(Inner(self.repeatable, call), cuts, [tensor.requires_grad for tensor in tensors])
-        whole = keeping_inputs(run, tensors)
-        return (whole, *[None] * (self.how.num_outputs - 1)) if self.how.num_outputs else whole
+        inner, cuts = Inner(self.repeatable, arguments.given_chunks(self.call)), TokenCuts(dims, self.how.dim, spans)
+        run = TokenRun(inner, cuts, [tensor.requires_grad for tensor in tensors])
+        return arguments.returned(keeping_inputs(run, tensors))
 
     def is_as_tried(self, leaves: list[Any]) -> bool:
         """Whether it is called as in the trial; False where it isn't, and nothing trains.

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
@@ -40,7 +40,7 @@ HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
 @final
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time by cause, in ms."""
+    """A step's time by cause, in ms, and how long what runs beside the device's computation takes by itself."""
 
     products_ms: float  # operators bound by arithmetic
     memory_ms: float  # operators bound by memory bandwidth, and allocation of memory
@@ -49,15 +49,19 @@ class StepTime:
     host_ms: float  # that the device waits for work of the host's processor, such as updates there
     ranks_ms: float = 0.0  # that the device waits for messages of other ranks
     bubble_ms: float = 0.0  # that the device waits for other stages of a pipeline
+    beside_ms: Mapping[str, float] = field(default_factory=dict)  # of copies and the host's work, hidden or not
 
     @property
     def step_ms(self) -> float:
-        return sum(vars(self).values())
+        return sum(self.parts_ms().values())
+
+    def parts_ms(self) -> dict[str, float]:
+        return {name: each for name, each in vars(self).items() if name != "beside_ms"}
 
     def by_name(self) -> dict[str, float]:
         """The parts of the sum, by name; those about other ranks only where there are any."""
         of_ranks = ("ranks_ms", "bubble_ms")
-        there = {name: each for name, each in vars(self).items() if each or name not in of_ranks}
+        there = {name: each for name, each in self.parts_ms().items() if each or name not in of_ranks}
         return {name.removesuffix("_ms"): milliseconds for name, milliseconds in there.items()}
 
 
@@ -134,7 +138,8 @@ def step_time(work: Tensor, rates: Rates, link_bytes_per_s: float | None = None)
     is_product, allocation_s = arithmetic_s > moving_s, rates.allocation_s(work) * times
     working_s = torch.maximum(arithmetic_s, moving_s) * times
     taken_s = working_s + allocation_s
-    waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
+    busy = by_stream_s(work, taken_s + extra.launch_s * times * is_device)
+    waiting_s = excess_s(busy, extra.is_own_host)
     held_up_s = float(working_s[is_on(work, [Stream.BY_CONTEXT, Stream.BY_TENSOR])].sum())
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
     calling_s = extra.dispatch_s * int((times * work[:, Column.CALLS])[is_device].sum())
@@ -145,6 +150,7 @@ def step_time(work: Tensor, rates: Rates, link_bytes_per_s: float | None = None)
         1e3 * waiting_s[Stream.TO_HOST],
         1e3 * waiting_s[Stream.HOST],
         1e3 * (held_up_s + waiting_s[Stream.BY_DATA]),
+        beside_ms={} if extra.is_own_host else beside_ms(busy),
     )
 
 
@@ -166,14 +172,24 @@ def rates_tensor(rates: list[float | None]) -> Tensor:
     return torch.tensor([float("nan") if rate is None else rate for rate in rates], dtype=torch.float64)
 
 
-def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Stream, float]:
-    """Seconds that the device waits for parallel work, over all phases of all parts: for the host, for copies in either
-    direction (under `Stream.TO_HOST`), or for messages of weights and gradients. A CPU does all of that work itself."""
+def by_stream_s(work: Tensor, taken_s: Tensor) -> dict[Stream, Tensor]:
+    """(phases of parts,): seconds for which each stream is busy in each phase of each part."""
     place = work[:, Column.PART] * len(PHASES) + work[:, Column.PHASE]
     num_places = int(place.max()) + 1 if len(place) else 0
     by_stream = torch.zeros(len(STREAMS), num_places, dtype=torch.float64)
     by_stream.view(-1).scatter_add_(0, work[:, Column.STREAM] * num_places + place, taken_s)
-    busy = dict(zip(STREAMS, by_stream, strict=True))
+    return dict(zip(STREAMS, by_stream, strict=True))
+
+
+def beside_ms(busy: Mapping[Stream, Tensor]) -> dict[str, float]:
+    """How long copies take, in the slower direction, and the host's work."""
+    copies = torch.maximum(busy[Stream.TO_HOST], busy[Stream.TO_DEVICE])
+    return {name: 1e3 * float(each.sum()) for name, each in (("copies", copies), ("host", busy[Stream.HOST]))}
+
+
+def excess_s(busy: Mapping[Stream, Tensor], is_own_host: bool) -> dict[Stream, float]:
+    """Seconds that the device waits for parallel work, over all phases of all parts: for the host, for copies in either
+    direction (under `Stream.TO_HOST`), or for messages of weights and gradients. A CPU does all of that work itself."""
     if is_own_host:
         copies_s = busy[Stream.TO_HOST].sum() + busy[Stream.TO_DEVICE].sum()
         others = {stream: float(busy[stream].sum()) for stream in (Stream.HOST, Stream.BY_DATA)}

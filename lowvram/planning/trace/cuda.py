@@ -41,6 +41,7 @@ def acts_as_card(card: Card, streams: Streams | None = None) -> Iterator[None]:
         undo.enter_context(replaced(core_attention, "takes_flash", partial(takes_flash, card)))
         undo.enter_context(replaced(host, "copies_overlap", lambda device: True))
         undo.enter_context(replaced(host, "moved", lambda tensor, device: tensor.clone()))
+        undo.enter_context(replaced(host, "arrived", lambda tensor: host.mark(tensor.clone())))
         undo.enter_context((streams or Streams()).replacing_torchs())
         undo.enter_context(weights_cast_once())
         undo.enter_context(gathered_from(on_card))

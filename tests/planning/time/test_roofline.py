@@ -184,6 +184,7 @@ def test_copies_cost_only_what_computing_does_not_hide() -> None:
         1e3 * (bytes_on(found, Stream.TO_HOST) + bytes_on(found, Stream.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
     )
     assert 0 < travelling_ms - slow.copies_ms < slow.step_ms
+    assert slow.beside_ms["copies"] == pytest.approx(travelling_ms)
     assert slow.step_ms - slow.copies_ms == pytest.approx(free.step_ms)
 
 
