@@ -4,6 +4,7 @@ the model, whether its trial has all tokens of a sample or a few."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,19 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
+from lowvram.core.probes import token_trial
+from lowvram.core.probes.reach import may_reach_far
 from lowvram.core.structure import Structure
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.sharding.find_own_tokens import FindOwnTokens
 from lowvram.knobs.sharding.find_runs import FindRuns
 from lowvram.knobs.sharding.find_splits import FindSplits
 from lowvram.knobs.tile.causal import CausalBlocks
+from lowvram.models.hf import HfConfig
+from lowvram.tasks import Auto
+from tests.hugging import tiny
 from tests.laboratory import structure_of
+from tests.tiers import first_of
 
 WIDTH, FAR = 8, 24  # farther apart than the few tokens of a trial
 FEW, MANY = 60, 300  # of a sample: a trial has all, or few
@@ -79,3 +87,25 @@ def test_what_computes_each_token_alone_is_not_refused(knob: str, number: int, m
     monkeypatch.setitem(MIXES, "pointwise", lambda block, x: block.pointwise(x.mT).mT)
     assert trouble(known_of("", number), knob) is None
     assert trouble(known_of("pointwise", number), knob) is None
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("knob", ["tile=tokens", "context"])
+@pytest.mark.parametrize(
+    "kind", first_of(["llama", "gpt2", "gemma", "qwen3", "mistral", "opt", "olmo2", "gpt_neox"], 2)
+)
+def test_models_of_transformers_are_not_refused_for_their_size(
+    kind: str, knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose trial has a few tokens alone; they take differences of positions, and cut halves of features."""
+    monkeypatch.setattr(token_trial, "MOST_NUMEL", 0)
+    asked = list[str]()
+
+    def noting(function: str, *shapes: Any) -> bool:
+        asked.append(function)
+        return may_reach_far(function, *shapes)
+
+    monkeypatch.setattr(token_trial, "may_reach_far", noting)
+    spec = DataSpec(Modality.TOKENS, 300, (60,), 300)
+    assert trouble(structure_of(Auto().pose(HfConfig(tiny(kind)), spec)), knob) is None
+    assert asked

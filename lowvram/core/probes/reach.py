@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowvram.compat.torch_trees import tree_leaves
 
-MIXING = ("conv", "pad", "pool", "roll", "fold", "as_strided", "diff")  # parts of the names of torch's functions
+MIXING = ("conv", "pad", "pool", "roll", "fold", "as_strided")  # parts of the names of torch's functions
 CUTTING = ("__getitem__", "narrow", "cat", "concat", "concatenate", "split", "chunk", "tensor_split", "slice_scatter")
 Shapes = tuple[tuple[int, ...], ...]
 

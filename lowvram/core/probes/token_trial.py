@@ -111,8 +111,9 @@ def check_way(
         )
     for one, other in zip(of_few.mixed, of_all.mixed, strict=True):
         if few < number and may_reach_far(one.function, one.shapes, other.shapes):
+            name = one.function.rpartition(".")[2]
             raise refused(
-                f"this model calls torch's {one.function}, which may mix tokens that are farther apart than the {few}"
+                f"this model calls torch's {name}, which may mix tokens that are farther apart than the {few}"
                 " of a trial"
             )
 
