@@ -11,8 +11,6 @@ import torch
 
 from lowvram.models.hf_source import transformers
 
-ROOT = tempfile.TemporaryDirectory(prefix="lowvram-hugging-")
-atexit.register(ROOT.cleanup)
 HEADS = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
 WORDS = {"vocab_size": 300, "max_position_embeddings": 64}
 GPT2 = {"vocab_size": 300, "n_positions": 64, "n_embd": 16, "n_layer": 3, "n_head": 2}
@@ -82,11 +80,20 @@ PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smalle
 
 
 @cache
+def root() -> str:
+    """A folder that ends with this process. Not made before it is needed: a process that a test starts may end without
+    removing one."""
+    folder = tempfile.TemporaryDirectory(prefix="lowvram-hugging-")
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+@cache
 def tiny(kind: str) -> str:
     """The path of a folder that holds the configuration alone."""
     architecture, sizes = {**FAMILIES, **PRUNABLE}[kind]
     config = transformers.AutoConfig.for_model(kind.partition(":")[0], architectures=[architecture], **sizes)
-    folder = f"{ROOT.name}/{kind.replace(':', '-')}"
+    folder = f"{root()}/{kind.replace(':', '-')}"
     config.save_pretrained(folder)
     return folder
 

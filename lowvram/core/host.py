@@ -67,11 +67,12 @@ class Traffic:
             self._waited_s += time.perf_counter() - began
 
 
+Room = Callable[[Tensor], Tensor]  # makes a tensor in host memory that is like another
 traffic = Traffic()  # of this process, which runs one point
 listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that is marked as host memory
 _num_computing = 0  # open blocks of `computing`
 DEVICE = torch.device("cpu")  # of host memory
-_assigned = WeakIdKeyDictionary()  # tensors without memory for which `assign` was called
+_rooms = WeakIdKeyDictionary()  # of tensors without memory for which `assign` was called: what makes them some
 _storages: dict[int, weakref.finalize[..., Any]] = {}  # those marked as host memory, by id
 
 
@@ -152,25 +153,34 @@ def holds(tensor: Tensor) -> bool:
 
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (shards, low-bit states)."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        inner_tensors = [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
-        return [storage for inner in inner_tensors for storage in storages(inner)]
-    return [tensor.untyped_storage()]
+    return [inner.untyped_storage() for inner in plain_tensors(tensor)]
 
 
-def assign(tensor: Tensor, pin: bool = False) -> None:
-    """Have a tensor that has no memory yet get host memory, pinned if `pin`, once `materialise` gives it some."""
-    _assigned[tensor] = pin
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor itself; of a wrapper subclass, the tensors inside."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner_tensors = [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
+    return [plain for inner in inner_tensors for plain in plain_tensors(inner)]
 
 
-def is_to_be_pinned(tensor: Tensor) -> bool:
-    """Whether `assign` was called for this tensor, with `pin`."""
-    return bool(_assigned.get(tensor, False))
+def pageable(tensor: Tensor) -> Tensor:
+    return empty_like(tensor, pin=False)
+
+
+def assign(tensor: Tensor, room: Room = pageable) -> None:
+    """Have a tensor that has no memory yet get host memory from `room`, once `materialise` gives it some."""
+    _rooms[tensor] = room
+
+
+def room_of(tensor: Tensor) -> Room | None:
+    """With which `assign` was called for this tensor."""
+    return _rooms.get(tensor)
 
 
 def is_assigned(tensor: Tensor) -> bool:
-    return tensor in _assigned
+    return tensor in _rooms
 
 
 def is_device(device: torch.device) -> bool:

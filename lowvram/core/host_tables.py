@@ -19,7 +19,7 @@ from lowvram.core.lookup import HostTable, only_looks_up
 
 
 def keep_tables_on_host(
-    model: nn.Module, head: nn.Linear | None, blocks: list[nn.Module], mesh: DeviceMesh | None, pin: bool
+    model: nn.Module, head: nn.Linear | None, blocks: list[nn.Module], mesh: DeviceMesh | None, room: host.Room
 ) -> set[nn.Parameter]:
     """Have embeddings and the head read their weights, which have no memory yet, from host memory. Returns these
     weights.
@@ -27,6 +27,7 @@ def keep_tables_on_host(
     Args:
         mesh: they become shards over it, as FSDP2 makes of its own, so that optimizers can take them together; None:
             they stay plain parameters.
+        room: in which host memory.
 
     Nothing if the head isn't known: then the model may make its logits with the embeddings' weight itself.
     """
@@ -41,7 +42,7 @@ def keep_tables_on_host(
             sharded = DTensor.from_local(weight.detach(), mesh, [Shard(0)], run_check=False)
             weight = nn.Parameter(sharded, weight.requires_grad)
         kept.append(weight)
-        host.assign(weight, pin)
+        host.assign(weight, room)
         for module in modules:
             module.weight = weight
             module.forward = HostTable(module) if only_looks_up(module) else HostHead(head)  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,6 +19,7 @@ from lowvram.compat.torch_versions import version
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
+from lowvram.core.host_file import file_of
 from lowvram.core.kept_apart import is_kept_apart, saved_apart
 from lowvram.core.merged_states import from_all_stages, keep_own_part
 from lowvram.core.mesh import all_ranks, is_first_of_stage, stage_hosts
@@ -292,12 +293,15 @@ def _on_host(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_state(optimizer: Optimizer, *_: Any) -> None:
-    """Mark the state of parameters in host memory as host memory, too."""
+    """Mark the state of parameters in host memory as host memory, too. That of those in a file goes there."""
     for parameter, state in optimizer.state.items():
         if host.holds(parameter):
+            file = file_of(parameter)
             for value in state.values():
                 if isinstance(value, Tensor) and not host.holds(value):
                     host.mark(value)
+                if isinstance(value, Tensor) and file is not None:
+                    file.take_in(value)
 
 
 def _note_order(optimizer: Optimizer, state: dict[str, Any]) -> None:

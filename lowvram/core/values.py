@@ -100,16 +100,18 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     if is_fake(whole):  # in a plan there is no memory to write to
         fill = getattr(fill, "without_values", fill_nothing)
     fill(name, whole)
-    if host.is_assigned(tensor) and not isinstance(tensor, DTensor):
-        return as_it_was(in_host_memory(whole, tensor), tensor)
+    room = host.room_of(tensor)
+    if room is not None and not isinstance(tensor, DTensor):
+        return as_it_was(rounded_into(room(tensor), whole), tensor)
     rounded = whole.to(tensor.dtype)
     del whole  # what is in fp32 is free before a sharded tensor is copied
-    value = placed(rounded, tensor, host.DEVICE if host.is_assigned(tensor) else device)
-    if host.is_to_be_pinned(tensor):
-        in_pageable, value = value, host.empty_like(value, pin=True)
-        local(value).copy_(local(in_pageable))
-    elif host.is_assigned(tensor):
+    value = placed(rounded, tensor, device if room is None else host.DEVICE)
+    if room is host.pageable:
         value = host.arrived(value)
+    elif room is not None:
+        there = room(value)
+        local(there).copy_(local(value))
+        value = there
     return as_it_was(value, tensor)
 
 
@@ -120,10 +122,9 @@ def as_it_was(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def in_host_memory(whole: Tensor, like: Tensor) -> Tensor:
-    """A value in host memory, rounded to the dtype of `like` some rows at a time: the device has room for little more
-    than the value itself."""
-    value = host.empty_like(like, pin=host.is_to_be_pinned(like))
+def rounded_into(value: Tensor, whole: Tensor) -> Tensor:
+    """The value, which is in host memory, filled with numbers of the device, some rows at a time: the device has room
+    for little more than these numbers."""
     for rows, exact in zip(rows_of(value), rows_of(whole), strict=True):
         rows.copy_(exact.to(value.dtype))
     return value

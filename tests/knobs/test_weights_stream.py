@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.held import held_bytes
+from lowvram.core.host_file import file_of
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
@@ -312,3 +314,42 @@ def test_without_device_weights() -> None:
     """FSDP2's shards, too, would have to be in host memory, and would be taken there a second time."""
     rig = assemble(DEEP, knobs_of(weights="stream"), CPU)
     assert all(map(host.holds, rig.model.parameters()))
+
+
+# In a file
+
+FILED: dict[str, Choices] = {
+    "states of torch's": {"stepping": InBackward(), "ckpt": "every1"},
+    "states in few bits": {"precision": "bf16_split", "optimizer": "adamw_companded"},
+    "adapters of weights in 4 bits": {"adapter": "qlora", "ckpt": "every1"},
+}
+
+
+@pytest.mark.parametrize("choices", FILED.values(), ids=FILED)
+def test_weights_and_states_in_a_file_are_the_same(choices: Choices, tmp_path: Path) -> None:
+    found, wanted = (
+        train(PROBLEMS["transformer"], knobs_of(**choices, weights=StreamedWeights(folder=folder)), [32, 32, 27])
+        for folder in (str(tmp_path), None)
+    )
+    check_equal(found, wanted, choices, CPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_and_states_are_in_the_file(tmp_path: Path) -> None:
+    rig = assemble(DEEP, knobs_of(weights=StreamedWeights(folder=str(tmp_path))), CPU)
+    for seed in range(2):
+        step(rig, make_batch(TOKENS, 8, seed=seed))
+        states = [each for each in tree_leaves(rig.stepper.state_dict()) if isinstance(each, Tensor)]
+        large = [each for each in [*rig.model.parameters(), *states] if each.nbytes >= 4096]
+        assert len(large) > 3 * len(rig.structure.blocks)
+        assert all(file_of(each) is not None for each in large)
+
+
+def test_training_in_a_file_goes_on(tmp_path: Path) -> None:
+    in_file: Choices = {"weights": StreamedWeights(folder=str(tmp_path)), "stepping": InBackward()}
+    check_goes_on(tmp_path, {"stepping": InBackward()}, in_file, in_file)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"weights\.folder=.*nowhere': must be null or a folder"):
+        StreamedWeights(folder=str(tmp_path / "nowhere"))

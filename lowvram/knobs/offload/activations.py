@@ -5,16 +5,15 @@ PyTorch, `torch.autograd.graph.saved_tensors_hooks`; torchtune, `OffloadActivati
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
+from lowvram.core.host_file import check_folder
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.rig import Rig
@@ -62,8 +61,7 @@ class ActivationsOnDisk(Knob):
 
     def __post_init__(self) -> None:
         require_sizes(self.min_bytes, self.in_flight)
-        is_usable = self.folder is None or (Path(self.folder).is_dir() and os.access(self.folder, os.W_OK | os.X_OK))
-        require(is_usable, "offload.folder", self.folder, "null or a folder that exists and can be written to")
+        check_folder("offload.folder", self.folder)
 
     def apply(self, rig: Rig) -> Rig:
         return offload(rig, in_file(self.folder), self.min_bytes, self.in_flight)

@@ -73,7 +73,8 @@ def shard_over_one(rig: Rig, pin_memory: bool) -> None:
     mesh, blocks = mesh_of_one(rig.device), rig.structure.blocks
     accept_views()
     make_contiguous(rig.model)
-    tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, mesh, pin_memory)
+    room = partial(host.empty_like, pin=True) if pin_memory else host.pageable
+    tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, mesh, room)
     for module in [*blocks, rig.model]:
         rig.shard(module, mesh=mesh, reshard_after_forward=module is not rig.model, ignored_params=tables)
     for module in rig.model.modules():

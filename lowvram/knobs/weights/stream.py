@@ -17,6 +17,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import Incompatible, require
 from lowvram.core import host
 from lowvram.core.fact import Fact
+from lowvram.core.host_file import HostFile, check_folder
 from lowvram.core.host_tables import keep_tables_on_host
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
@@ -51,10 +52,12 @@ class StreamedWeights(Knob):
     Args:
         resident: so many blocks, the first ones, are on the device all the time, and arrive once a step. None: a plan
             is to choose their number; where nothing is planned, as in a loop of one's own, it is 0.
+        folder: of a file in which weights and states are, instead of in memory; None: none.
     """
 
     resident: int | None = 0
     pin_memory: bool = True
+    folder: str | None = None
 
     stage = Stage.PLACE
     moves_to_host = True
@@ -72,6 +75,7 @@ class StreamedWeights(Knob):
     def __post_init__(self) -> None:
         allowed = "null (a plan chooses as many as fit) or at least 0"
         require(self.resident is None or self.resident >= 0, "weights.resident", self.resident, allowed)
+        check_folder("weights.folder", self.folder)
 
     def left_to_plan(self) -> str | None:
         return "resident" if self.resident is None else None
@@ -83,8 +87,8 @@ class StreamedWeights(Knob):
         return len(numbers)
 
     def apply(self, rig: Rig) -> Rig:
-        pin, blocks = self.pin_memory and not host.is_device(rig.device), rig.structure.blocks
-        tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, None, pin)
+        room, blocks = self.room(rig.device), rig.structure.blocks
+        tables = keep_tables_on_host(rig.model, rig.structure.head, blocks, None, room)
         link = link_to(rig.device)
         returns = Returns(link)
         inside = {module for block in blocks for module in block.modules()}
@@ -93,10 +97,16 @@ class StreamedWeights(Knob):
         num_resident = self.resident or 0
         give_slots(rig, [outside, *of_blocks[:num_resident]], of_blocks[num_resident:])
         for group in (outside, *of_blocks):
-            group.keep_on_host(pin)
+            group.keep_on_host(room)
         prefetcher = Prefetcher(outside, of_blocks, returns)
         prefetcher.accompany(rig.model, blocks)
         return replace(rig, sync=partial(prefetcher.part, rig), finish=partial(prefetcher.finish, rig.finish))
+
+    def room(self, device: torch.device) -> host.Room:
+        """What makes the memory in which weights wait. Their optimizer's states follow them into a file."""
+        if self.folder is not None:
+            return HostFile(self.folder).empty_like
+        return partial(host.empty_like, pin=self.pin_memory and not host.is_device(device))
 
 
 def give_slots(rig: Rig, residents: Sequence[WeightGroup], others: Sequence[WeightGroup]) -> None:

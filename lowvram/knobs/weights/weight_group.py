@@ -79,12 +79,12 @@ class WeightGroup:
         """Of the slot that they need."""
         return sum(rounded_up(weight.nbytes) for weight in self.weights)
 
-    def keep_on_host(self, pin: bool) -> None:
+    def keep_on_host(self, room: host.Room) -> None:
         """Have the weights get their memory there. Those that have some are moved."""
         for weight in self.weights:
-            host.assign(weight, pin)
+            host.assign(weight, room)
             if not weight.is_meta:
-                weight.data = host.empty_like(weight, pin).copy_(weight.detach())
+                weight.data = room(weight).copy_(weight.detach())
 
     def make_copies(self, slot: Slot) -> None:
         """Make the parameters of the device."""
