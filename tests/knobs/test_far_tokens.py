@@ -50,12 +50,19 @@ class Mixer(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+def before(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device) - FAR
+
+
 MIXES: dict[str, Callable[[Mixer, Tensor], Tensor]] = {
     "convolution": lambda block, x: block.far(x.mT)[..., : x.shape[1]].mT,
     "padding": lambda block, x: F.pad(x, (0, 0, FAR, -FAR)),
     "slice": lambda block, x: torch.cat([x.new_zeros(len(x), FAR, WIDTH), x[:, :-FAR]], 1)[:, : x.shape[1]],
     "narrow": lambda block, x: F.pad(x.narrow(1, 0, max(0, x.shape[1] - FAR)), (0, 0, min(FAR, x.shape[1]), 0)),
     "pooling": lambda block, x: F.avg_pool1d(x.mT, 2 * FAR + 1, 1, FAR).mT,
+    "indexing": lambda block, x: x[:, before(x).clamp(min=0)] * (before(x) >= 0)[:, None],
+    "selecting": lambda block, x: x.index_select(1, before(x).clamp(min=0)) * (before(x) >= 0)[:, None],
+    "product": lambda block, x: torch.ones(x.shape[1], x.shape[1]).to(x).tril(-FAR) @ x,
     "rolling": lambda block, x: x.roll(FAR, 1) if x.shape[1] % FAR else x,
 }
 PROBES = {"tile=tokens": CausalBlocks(), "context": FindRuns(2), "sequence": FindOwnTokens(FindSplits(2))}

@@ -7,7 +7,6 @@ size differs are those of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +15,8 @@ from lowvram.compat.torch_trees import tree_leaves
 
 MIXING = ("conv", "pad", "pool", "roll", "fold", "as_strided")  # parts of the names of torch's functions
 CUTTING = ("__getitem__", "narrow", "cat", "concat", "concatenate", "split", "chunk", "tensor_split", "slice_scatter")
+TAKING = ("index_select", "gather", "take", "take_along_dim", "index_add", "index_copy", "scatter", "scatter_add")
+PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "tensordot", "linear")
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -31,9 +32,14 @@ def may_reach_far(function: str, of_few: tuple[Shapes, Shapes], of_all: tuple[Sh
         of_few, of_all: the shapes of the tensors among its arguments, and of those that it returns.
     """
     name = function.rpartition(".")[2]
-    inputs, outputs = (sizes_of_tokens(few, every) for few, every in zip(of_few, of_all, strict=True))
+    of_inputs, of_outputs = (sizes_of_tokens(few, every) for few, every in zip(of_few, of_all, strict=True))
+    inputs, outputs = (set[int]().union(*each) for each in (of_inputs, of_outputs))
     if not inputs:
         return False
+    if name in PRODUCTS:  # of a matrix of tokens by tokens
+        return any(len(sizes) > 1 for sizes in of_inputs)
+    if name.rstrip("_") in TAKING or (name == "__getitem__" and any(of_inputs[1:])):
+        return bool(of_inputs[0])
     if "conv" in name and name != "conv_tbc" and len(of_all[0]) > 1:
         return any(size > 1 for size in of_all[0][1][2:])  # the kernel's
     if any(part in name for part in MIXING):
@@ -41,6 +47,7 @@ def may_reach_far(function: str, of_few: tuple[Shapes, Shapes], of_all: tuple[Sh
     return name in CUTTING and not outputs <= inputs
 
 
-def sizes_of_tokens(of_few: Sequence[tuple[int, ...]], of_all: Sequence[tuple[int, ...]]) -> set[int]:
+def sizes_of_tokens(of_few: Shapes, of_all: Shapes) -> list[list[int]]:
+    """Of each tensor, the sizes of its dimensions of tokens."""
     pairs = zip(of_few, of_all, strict=False)
-    return {every for few, many in pairs for size, every in zip(few, many, strict=False) if size != every}
+    return [[every for size, every in zip(few, many, strict=False) if size != every] for few, many in pairs]
