@@ -7,19 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowvram.compat.replaced import replaced
 
 C: Any = torch._C
 
 
-def num_holders(storage: torch.UntypedStorage) -> int:
-    """The reference count of a storage: tensors and other holders, in Python and C++.
+def num_holders(tensor: Tensor) -> int:
+    """How many hold a tensor or its storage, in Python and C++: the sum of both reference counts.
 
-    torch._C._storage_Use_Count, since 2.2, and UntypedStorage._cdata: `sys.getrefcount` doesn't count holders in
-    C++, such as the threads of gloo. Replaced by a public name, if torch makes one.
+    torch._C._storage_Use_Count, since 2.2, UntypedStorage._cdata and Tensor._use_count, in 2.11: `sys.getrefcount`
+    doesn't count holders in C++, such as the threads of gloo; and whoever holds the tensor itself adds nothing to its
+    storage's count. Replaced by public names, if torch makes them.
     """
-    return C._storage_Use_Count(storage._cdata)
+    return C._storage_Use_Count(tensor.untyped_storage()._cdata) + tensor._use_count()
 
 
 @contextmanager

@@ -14,13 +14,16 @@ from tests.compat.sentences import needed
 def test_holders_are_counted() -> None:
     from lowvram.compat.torch_storage import num_holders
 
-    tensor = torch.zeros(4)
-    storage = tensor.untyped_storage()
-    before = num_holders(storage)
-    views = [tensor[:2], tensor[2:]]
-    assert num_holders(storage) == before + 2
-    views.clear()
-    assert num_holders(storage) == before
+    tensor, weight = torch.zeros(4), torch.ones(4, requires_grad=True)
+    before = num_holders(tensor)
+    sharers = [tensor.data, tensor.data]  # other tensors of the same storage
+    assert num_holders(tensor) == before + 2
+    sharers.clear()
+    assert num_holders(tensor) == before
+    product = weight * tensor  # whose graph holds the tensor itself
+    assert num_holders(tensor) == before + 1
+    del product
+    assert num_holders(tensor) == before
 
 
 @needed("torch.UntypedStorage.resize_", by="the ledger of a sharded model")

@@ -20,12 +20,12 @@ LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it
 
 @contextmanager
 def released(*tensors: Tensor) -> Iterator[None]:
-    """Ends when nobody else holds the memory of these tensors than before: messages inside it have ended then. On a
+    """Ends when nobody else holds these tensors or their memory than before: messages inside it have ended then. On a
     card, whose messages are NCCL's, it waits for nobody."""
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and not is_fake(each)]
-    before = [num_holders(each) for each in storages]
+    real = [each for each in tensors if each.device.type == "cpu" and not is_fake(each)]
+    before = [num_holders(each) for each in real]
     yield
     until_s = time.monotonic() + LONGEST_HOLD_S
-    for storage, number in zip(storages, before, strict=True):
-        while num_holders(storage) > number and time.monotonic() < until_s:
+    for tensor, number in zip(real, before, strict=True):
+        while num_holders(tensor) > number and time.monotonic() < until_s:
             time.sleep(0)
