@@ -13,12 +13,17 @@ from lowvram.planning.devices import FOLDER, DeviceSpec, device_names, find_devi
 
 GIB = 2**30
 CARDS = [name for name in device_names() if name not in ("cpu", "generic")]
+SAME_NAME = {"rtx4060ti_16gb": "rtx4060ti"}  # whose driver's name is in the file of the other one
 every = pytest.mark.parametrize("name", device_names())
 card = pytest.mark.parametrize("name", CARDS)
 
 
 def test_those_that_the_documentation_names_are_there() -> None:
     assert {"rtx3060", "rtx3070", "rtx4090", "t4", "a100", "h100", "h200", "generic", "cpu"} <= set(device_names())
+    older = {"v100", "v100_32gb", "rtx2080ti", "rtx3080", "rtx3090", "rtx3090ti", "a10"}
+    ada = {"rtx4060", "rtx4060ti", "rtx4060ti_16gb", "rtx4070", "rtx4070ti_super", "rtx4080", "l4", "l40s"}
+    blackwell = {"rtx5060ti_16gb", "rtx5070", "rtx5080", "rtx5090", "b200"}
+    assert older | ada | blackwell <= set(device_names())
 
 
 @every
@@ -35,13 +40,13 @@ def test_a_file_says_every_field_with_a_comment(name: str) -> None:
 def test_a_card_has_all_figures_and_their_source(name: str) -> None:
     spec = load_device(name)
     assert "https://" in (FOLDER / f"{name}.yaml").read_text()
-    assert spec.names
+    assert bool(spec.names) == (name not in SAME_NAME)
     assert spec.memory_bytes is not None
-    assert 7 * GIB < spec.memory_bytes < 150 * GIB
+    assert 7 * GIB < spec.memory_bytes < 180 * GIB
     assert spec.memory_bytes % 2**20 == 0  # as many MiB as were read off
     assert spec.bandwidth_bytes_per_s is not None
     assert spec.pcie_bytes_per_s is not None
-    assert spec.bandwidth_bytes_per_s > 10 * spec.pcie_bytes_per_s
+    assert spec.bandwidth_bytes_per_s > 9 * spec.pcie_bytes_per_s  # the L4: 300 and 31.5 GB/s
 
 
 @card
@@ -62,6 +67,9 @@ def test_what_a_capability_brings() -> None:
     assert (t4.capability, rtx3060.capability, rtx4090.capability) == ((7, 5), (8, 6), (8, 9))
     assert [device.has_flash_attention for device in (t4, rtx3060, rtx4090)] == [False, True, True]
     assert [device.has_fp8 for device in (t4, rtx3060, rtx4090)] == [False, False, True]
+    v100, rtx5090, b200 = load_device("v100"), load_device("rtx5090"), load_device("b200")
+    assert (v100.capability, rtx5090.capability, b200.capability) == ((7, 0), (12, 0), (10, 0))
+    assert not any((v100.has_bf16, v100.has_tf32, v100.has_fp8, v100.has_flash_attention))
     assert DeviceSpec(compute_capability="12.0").has_fp8
 
 
@@ -77,10 +85,18 @@ def test_without_a_card_nothing_is_made_up() -> None:
 
 def test_a_card_is_found_by_what_its_driver_calls_it() -> None:
     assert find_device("NVIDIA GeForce RTX 4090") == load_device("rtx4090")
+    assert find_device("NVIDIA GeForce RTX 4060 Ti") == load_device("rtx4060ti")
+    assert find_device("NVIDIA B200") == load_device("b200")
     assert find_device("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert find_device("NVIDIA H100 NVL") is None
     names = [name for each in device_names() for name in load_device(each).names]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("name", "named"), SAME_NAME.items())
+def test_cards_of_one_driver_name_differ_in_memory_only(name: str, named: str) -> None:
+    spec, other = load_device(name), load_device(named)
+    assert dataclasses.replace(spec, names=other.names, memory_bytes=other.memory_bytes) == other
 
 
 # The user's own
@@ -99,7 +115,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rtx9999", "../model/gpt2", "", "nowhere.yaml", "RTX3060"])
 def test_an_unknown_device_is_reported_the_known_ones(name: str) -> None:
-    with pytest.raises(BadInput, match=r"^plan\.device='.*': must be one of a100, .*, t4, or the path of a YAML file"):
+    known = r"^plan\.device='.*': must be one of a10, a100, .*, t4, v100, v100_32gb, or the path of a YAML file"
+    with pytest.raises(BadInput, match=known):
         load_device(name)
 
 
