@@ -21,7 +21,8 @@ def num_holders(tensor: Tensor) -> int:
     doesn't count holders in C++, such as the threads of gloo; and whoever holds the tensor itself adds nothing to its
     storage's count. Replaced by public names, if torch makes them.
     """
-    return C._storage_Use_Count(tensor.untyped_storage()._cdata) + tensor._use_count()
+    held: Any = tensor
+    return C._storage_Use_Count(held.untyped_storage()._cdata) + held._use_count()
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from lowvram.knobs.sharding import released as module
 from lowvram.knobs.sharding.released import released
 from tests.ranks import on_ranks
 
-
 HOLDERS = 3  # the variable, its tensor, and who asks for the tensor's storage
 
 

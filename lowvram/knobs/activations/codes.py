@@ -10,6 +10,8 @@ Shapes: b blocks, k = 64 numbers of a block, c bytes of codes of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +92,24 @@ def from_codes_in_pieces(values: Tensor, codes_bc: Tensor, bounds_b2: Tensor, bi
         from_codes(values[piece], codes_bc[blocks], bounds_b2[blocks], bits)
 
 
+@cache
+def kernels() -> Any:
+    """The module of the kernels, imported when a card first needs them: torch for a CPU comes without Triton."""
+    from lowvram.knobs.activations import code_kernels
+
+    return code_kernels
+
+
 # Both write into their first arguments; `values` (numel,) is floating-point.
 write_codes = fused(
     "write_codes(Tensor(a!) codes_bc, Tensor(b!) bounds_b2, Tensor values, int bits, int seed) -> ()",
     to_codes,
     to_codes_in_pieces,
+    lambda *args: kernels().write(*args),
 )
 read_codes = fused(
-    "read_codes(Tensor(a!) values, Tensor codes_bc, Tensor bounds_b2, int bits) -> ()", from_codes, from_codes_in_pieces
+    "read_codes(Tensor(a!) values, Tensor codes_bc, Tensor bounds_b2, int bits) -> ()",
+    from_codes,
+    from_codes_in_pieces,
+    lambda *args: kernels().read(*args),
 )

@@ -1,55 +1,17 @@
 """Kernels of Triton that add gradients to sums in few bits on a card, as the formulas in totals.py do, to the bit.
 
-torch.compile makes kernels as fast of the formulas, but a call of its code takes the host several times as long, and a
-step has one for each matrix and each part. Imported when a card first needs it: torch for a CPU comes without Triton.
+A step has a call for each matrix and each part, so that what a call takes the host counts
+(lowvram.core.kernels.py).
 """
 
 from __future__ import annotations
-
-from typing import Any, final
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from lowvram.compat.torch_cuda import stream_handle
-
-LANES = 2048  # numbers for each program
-ALIGNED_BYTES = 16  # Triton copies so many at a time where an address is a multiple of it
-
-
-@final
-class Launcher:
-    """Launches a kernel, which is compiled once for each kind of its first argument, and for each of its constants.
-    Triton's own call looks at all arguments again each time, and at hooks of its profiler, for much longer than the
-    launch itself takes.
-
-    The other arguments may differ in their values alone: tensors at aligned addresses, and integers of 31 bits that the
-    kernel doesn't specialize on.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: dict[Any, Any] = {}
-
-    def __call__(self, num_programs: int, values: Tensor, args: tuple[Any, ...], constants: tuple[int, ...]) -> None:
-        device = values.device.index
-        kind = (values.dtype, device, values.data_ptr() % ALIGNED_BYTES == 0, constants)
-        grid, compiled = (num_programs, 1, 1), self.compiled.get(kind)
-        if compiled is not None:
-            about = (compiled.function, compiled.packed_metadata, None, None, None)  # no metadata for hooks, no hooks
-            compiled.run(*grid, stream_handle(device), *about, values, *args, *constants)
-        else:  # fused, a product isn't rounded before it is added, as the formula's is
-            self.compiled[kind] = self.kernel[grid](values, *args, *constants, enable_fp_fusion=False)
-
-
-@triton.jit
-def bits_at_random(places, seed):
-    """24 bits each, those of lowvram/core/rounding.py."""
-    bits = places.to(tl.uint32) + seed.to(tl.uint32)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return ((bits ^ (bits >> 16)) & 0xFFFFFF).to(tl.int32)
+from lowvram.compat.triton import Launcher
+from lowvram.core.kernels import LANES, bits_at_random, unit_of
 
 
 @triton.jit(do_not_specialize=["num_units", "seed"])
@@ -86,11 +48,6 @@ def int8_kernel(
 
 
 add_to_bf16, add_to_int8 = Launcher(bf16_kernel), Launcher(int8_kernel)
-
-
-def unit_of(numel: int) -> int:
-    """A number that divides `numel`: where it is large, Triton copies several numbers at a time."""
-    return 16 if numel % 16 == 0 else 1
 
 
 def add_in_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
