@@ -49,23 +49,27 @@ class CublasOps:
 
 
 class NormOps:
-    """The operators that softmax, log_softmax and rms_norm call.
+    """The operators that softmax, log_softmax, attention without a fused kernel and rms_norm call.
 
-    torch.ops.aten._softmax and _log_softmax, since before 1.13, and _fused_rms_norm, since 2.9 with its backward pass:
-    a dispatch mode sees these, and never the public functions. Replaced by public names, if torch makes some.
+    torch.ops.aten._softmax and _log_softmax, since before 1.13, _safe_softmax, since 2.5, and _fused_rms_norm with its
+    backward pass, since 2.9: a dispatch mode sees these, and never the public functions. Replaced by public names, if
+    torch makes some.
     """
 
     SOFTMAX = ATEN._softmax
     LOG_SOFTMAX = ATEN._log_softmax
     SOFTMAX_BACKWARD = ATEN._softmax_backward_data
+    SAFE_SOFTMAX = ATEN._safe_softmax
+    RMS = ATEN._fused_rms_norm
+    RMS_BACKWARD = ATEN._fused_rms_norm_backward
     ALL = frozenset(
         {
             SOFTMAX,
             LOG_SOFTMAX,
             SOFTMAX_BACKWARD,
             ATEN._log_softmax_backward_data,
-            ATEN._fused_rms_norm,
-            ATEN._fused_rms_norm_backward,
+            RMS,
+            RMS_BACKWARD,
         }
     )
 

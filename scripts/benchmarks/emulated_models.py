@@ -126,3 +126,55 @@ class Waves(nn.Module):
             part = mix(value.tanh() * gate.sigmoid())
             hidden, total = hidden + part, part if total is None else total + part
         return self.head(F.relu(total).transpose(1, 2))  # pyright: ignore[reportArgumentType]
+
+
+class Gated(nn.Module):
+    """A decoder with torch's own RMS norms and gated MLPs. Tokens (batch, time) to logits (batch, time, vocabulary)."""
+
+    def __init__(self, vocab_size: int, width: int = 512, depth: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(GatedLayer(width) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class GatedLayer(nn.Module):
+    def __init__(self, width: int, heads: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.queries, self.keys = nn.RMSNorm(width // heads), nn.RMSNorm(width // heads)
+        self.attention, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.attention(self.first(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(self.queries(q), self.keys(k), v, is_causal=True)
+        hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
+        normed = self.second(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Pixels(nn.Module):
+    """Convolutions, and attention between the pixels of what they make, channels before pixels as they lie. Images
+    (batch, 3, size, size) to logits (batch, classes)."""
+
+    def __init__(self, classes: int, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.smaller = convolved(3, width), nn.Conv2d(width, width, 4, 4)
+        self.attention, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.second, self.head = convolved(width, width), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.smaller(self.first(images))
+        q, k, v = self.attention(hidden).flatten(2).unflatten(1, (3, self.heads, -1)).transpose(-1, -2).unbind(1)
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(-1, -2).reshape(hidden.shape)
+        return self.head(self.second(hidden + self.out(seen)).mean((2, 3)))

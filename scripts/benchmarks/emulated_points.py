@@ -58,6 +58,8 @@ OWN: dict[str, dict[str, list[str]]] = {
         "small": [
             "",
             "offload=activations",
+            "activations=int8",
+            "precision=bf16 activations=int4",
             "stepping=cpu_offload",
             "stepping=cpu_offload stepping.offload_fraction=0.5",
             "stepping=in_backward stepping.clip=1.0",
@@ -228,6 +230,8 @@ EXTERNAL_MODELS = {
     "Mixer": READS_IMAGES,
     "Unet": READS_IMAGES,
     "Waves": [*READS_TOKENS, "data.sequence_length=2048"],
+    "Gated": [*READS_TOKENS, "data.sequence_length=512", "data.vocab_size=16000"],
+    "Pixels": READS_IMAGES,
 }
 
 

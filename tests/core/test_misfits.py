@@ -56,6 +56,18 @@ class Forces(Net):
         return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
+class Positions(Net):
+    """Adds a table in fp32 that isn't saved, and so stays in fp32, as models with sines for positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(super().forward(x) + self.table)
+
+
 class TakesTurns(Net):
     """A block with BatchNorm computes twice."""
 
@@ -79,6 +91,7 @@ def step(model: nn.Module, knobs: str) -> Tensor:
     ("model", "knobs", "sentence"),
     [
         (InSingle, "precision=bf16_pure", "computes with weights in bf16: choose precision=bf16, or fp32"),
+        (Positions, "precision=bf16_pure", "computes with weights in bf16: choose precision=bf16, or fp32"),
         (Forces, "tile=blocks tile.samples=2", "gradients aren't differentiated again"),
         (
             TakesTurns,
@@ -91,6 +104,15 @@ def step(model: nn.Module, knobs: str) -> Tensor:
 def test_a_misfit_is_a_refusal(model: type[nn.Module], knobs: str, sentence: str) -> None:
     with pytest.raises(Incompatible, match=f"^{knobs.split()[0]} needs that .*{sentence}.* \\(torch: [^\n]+\\)$"):
         step(model(), knobs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "rtx3060"])
+def test_a_plan_refuses_norms_that_a_step_refuses(device: str) -> None:
+    inputs, targets = torch.randn(3, WIDTH), torch.randn(3)
+    task = lowvram.task(Positions(), inputs, lambda outputs, y: (outputs.sum(-1) - y).square().sum())
+    with pytest.raises(Incompatible, match="computes with weights in bf16: choose precision=bf16, or fp32"):
+        lowvram.plan(task, targets, 3, "precision=bf16_pure", device=device)
+    assert lowvram.plan(task, targets, 3, "precision=bf16", device=device)["allocated_bytes"] > 0
 
 
 def counting() -> Callable[[], int]:

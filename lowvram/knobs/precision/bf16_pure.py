@@ -45,9 +45,10 @@ class Bf16Weights(Knob, ABC):
     exactness = Exactness.LOSSY
     band = 2e-2
     saves = Kind.PARAMETERS
-    misfits: ClassVar[Mapping[str, str]] = {
-        of_format("BFloat16"): "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
-    }
+    misfits: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (of_format("BFloat16"), r"mixed dtype \(CPU\)"),
+        "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
+    )
     # One weight at a time is updated in fp32.
     needs_always = frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS})
     breaks_always = frozenset({Fact.FP32_WEIGHTS})

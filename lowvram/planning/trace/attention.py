@@ -52,8 +52,11 @@ class Call:
         return self.query.dtype in SIXTEEN_BIT
 
     @property
-    def is_dense(self) -> bool:
-        return all(tensor.dim() == 4 for tensor in (self.query, self.key, self.value))
+    def can_be_fused(self) -> bool:
+        """Whether tensors have the four dimensions that fused kernels ask for, the last of them without gaps."""
+        inputs = (self.query, self.key, self.value)
+        masks = () if self.mask is None else (self.mask,)
+        return all(tensor.dim() == 4 for tensor in inputs) and all(each.stride(-1) == 1 for each in (*inputs, *masks))
 
     @property
     def has_same_heads(self) -> bool:
@@ -82,12 +85,12 @@ def attention(
 def takes_flash(card: Card, query: Tensor, key: Tensor, value: Tensor, dropout: float, is_grouped: bool) -> bool:
     """As core/attention.py has it, on `card`; False for real tensors."""
     call = Call(query, key, value, None, dropout, False, None, is_grouped)
-    return isinstance(query, FakeTensor) and flash_can(card, call)
+    return isinstance(query, FakeTensor) and call.can_be_fused and flash_can(card, call)
 
 
 def kernel_for(card: Card, call: Call) -> Callable[[Call], Tensor]:
     """The first kernel that takes the call. The last one, which keeps the matrix of all pairs, takes any."""
-    if not call.is_dense:
+    if not call.can_be_fused:
         return unfused
     order = [(flash, flash_can), (efficient, efficient_can)]
     if card.capability in (HOPPER, BLACKWELL):  # elsewhere it comes after those, and after `unfused`

@@ -1,7 +1,8 @@
 """Makes torch treat fake CPU tensors as it treats tensors on a CUDA card.
 
 Where PyTorch treats CUDA tensors differently, `acts_as_card` registers the CUDA behaviour for the CPU: autocast's
-lists, the choice of attention kernel (attention.py), dropout's mask, softmax of 16-bit numbers, streams. That changes
+lists, the choice of attention kernel (attention.py), RMS norms (rms_norm.py), dropout's mask, softmax of 16-bit
+numbers, streams. That changes
 the whole process until the context ends, so use it only in a process that plans and computes nothing. The sources are
 PyTorch's native/{Dropout,Linear,SoftMax}.cpp.
 """
@@ -28,6 +29,7 @@ from lowvram.models import attention as own_attention
 from lowvram.planning.trace.attention import attention, takes_flash
 from lowvram.planning.trace.autocast import register_autocast, weights_cast_once
 from lowvram.planning.trace.cells import gru_cell, lstm_cell
+from lowvram.planning.trace.rms_norm import rms_norm, rms_norm_backward
 from lowvram.planning.trace.streams import Streams
 
 ATEN = torch.ops.aten
@@ -59,6 +61,8 @@ def acts_as_card(card: Card, streams: Streams | None = None) -> Iterator[None]:
         }
         for name, kernel in replace.items():
             library.impl(name, kernel, "AutogradCPU")
+        for operator, kernel in ((NormOps.RMS, rms_norm), (NormOps.RMS_BACKWARD, rms_norm_backward)):
+            library.impl(operator.default, kernel, "CPU")
         yield
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowvram.compat.torch_compiler import activation_budget_restored
 from lowvram.compat.torch_distributed import forget_meshes, pretend_ranks, shape_propagation_inside
 from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
-from lowvram.compat.torch_modes import FastDispatchMode
-from lowvram.compat.torch_ops import CopyOps, schema_of
+from lowvram.compat.torch_modes import FastDispatchMode, without_dispatch_modes
+from lowvram.compat.torch_ops import CopyOps, NormOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
@@ -41,7 +43,11 @@ ATEN = torch.ops.aten
 DEVICE_OF, PROMOTED = torch.ops.prim.device.default, ATEN.promote_types.default
 NUMBER_OF, CONSTANT = CopyOps.NUMBER.default, ATEN.lift_fresh.default
 # Operators whose kernels make these many of their first arguments contiguous, so that results are; fake ones don't.
-MADE_CONTIGUOUS = {ATEN.native_layer_norm.default: 1, ATEN.native_layer_norm_backward.default: 2}
+MADE_CONTIGUOUS = {
+    **dict.fromkeys((ATEN.native_layer_norm.default, NormOps.RMS.default), 1),
+    **dict.fromkeys((ATEN.native_layer_norm_backward.default, NormOps.RMS_BACKWARD.default), 2),
+}
+WEIGHT_OF = {ATEN.native_layer_norm.default: 2, ATEN.native_group_norm.default: 1}  # its place among the arguments
 FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
@@ -144,6 +150,8 @@ class PlanningMode(FastDispatchMode):
                 return 0.5 if args[0].is_floating_point() else 1
             with suppress(UnknownValue):
                 return self.known.number(args[0])
+        if func in WEIGHT_OF:
+            check_formats(args[0], args[WEIGHT_OF[func]])
         number = MADE_CONTIGUOUS.get(func, 0)
         given = (*(tensor.contiguous() for tensor in args[:number]), *args[number:]) if number else args
         out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, given, kwargs or {})
@@ -153,6 +161,13 @@ class PlanningMode(FastDispatchMode):
         elif self.on_operator is not None and (func is CONSTANT or not func.is_view):  # a view has no own memory
             self.on_operator(func, args, kwargs or {}, out)
         return out
+
+
+def check_formats(input: Tensor, weight: Tensor | None) -> None:
+    """Raise what torch raises on real tensors: a norm's weight in fewer bits than its input can't be used."""
+    if weight is not None and weight.dtype is not input.dtype and weight.dtype is not torch.float32:
+        with without_dispatch_modes():
+            F.layer_norm(torch.zeros(1, dtype=input.dtype), (1,), torch.zeros(1, dtype=weight.dtype))
 
 
 @cache

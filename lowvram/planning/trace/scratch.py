@@ -102,22 +102,30 @@ def copies(*tensors: Tensor, layout: torch.memory_format = FLAT) -> list[int]:
 
 
 def norm_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
-    """A layer norm makes its input contiguous first (layer_norm_kernel.cu)."""
+    """A layer or RMS norm makes its input contiguous first (layer_norm_kernel.cu)."""
     return [[*copies(args[0]), *[RESULT] * 3]]
 
 
-def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
+def norm_backward(num_vectors: int) -> Rule:
     """With many short rows, blocks of 32 of them sum the gradients of weight and bias, before these are made
-    (layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel)."""
-    gradient, source, (width, *others) = args[0], args[1], reversed(args[2])
-    num_columns = width * product(others)
-    num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
-    made = [*copies(source), RESULT, *copies(gradient), *[RESULT] * 2]
-    if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
-        return [made]
-    sums = -(-num_rows // WARP)
-    last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
-    return [[*made, *[sums * num_columns * source.itemsize] * 2, [last], [last]]]
+    (layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel).
+
+    Args:
+        num_vectors: of the norm: 2, or an RMS norm's weight alone.
+    """
+
+    def rule(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
+        gradient, source, (width, *others) = args[0], args[1], reversed(args[2])
+        num_columns = width * product(others)
+        num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
+        made = [*copies(source), RESULT, *copies(gradient), *[RESULT] * num_vectors]
+        if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
+            return [made]
+        sums = -(-num_rows // WARP)
+        last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
+        return [[*made, *[sums * num_columns * source.itemsize] * num_vectors, *[[last]] * num_vectors]]
+
+    return rule
 
 
 def batch_norm(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
@@ -153,6 +161,12 @@ def softmax_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) 
     """The product of gradient and output (SoftMax.cu, softmax_backward_cuda_out)."""
     gradient, output = args[:2]
     return [[output.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize]]
+
+
+def safe_softmax(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
+    """Which scores are -inf, and in which rows all of them are (SoftMax.cpp)."""
+    scores = args[0]
+    return [[RESULT, [scores.numel(), scores.numel() // max(1, scores.shape[args[1]])]]]
 
 
 def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
@@ -240,11 +254,13 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
     **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
     NormOps.SOFTMAX_BACKWARD: softmax_backward,
+    NormOps.SAFE_SOFTMAX: safe_softmax,
     ATEN.native_dropout: mask_first,
     ATEN.native_batch_norm: batch_norm,
     ATEN.native_batch_norm_backward: batch_norm_backward,
-    ATEN.native_layer_norm: norm_forward,
-    ATEN.native_layer_norm_backward: norm_backward,
+    **dict.fromkeys((ATEN.native_layer_norm, NormOps.RMS), norm_forward),
+    ATEN.native_layer_norm_backward: norm_backward(2),
+    NormOps.RMS_BACKWARD: norm_backward(1),
     ATEN.convolution: convolution,
     ATEN.convolution_backward: convolution_backward,
     **dict.fromkeys((ATEN.index_put, ATEN.index_put_), added_at),

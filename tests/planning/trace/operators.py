@@ -74,11 +74,21 @@ def norm(rows: Tensor) -> Run:
     return lambda: torch.native_layer_norm(rows.t(), rows.shape[:1], None, None, 1e-5)
 
 
-def norm_backward(rows: Tensor, is_source_dense: bool = True, is_gradient_dense: bool = True) -> Run:
+def rms_norm(rows: Tensor) -> Run:
+    """Of what isn't in one piece."""
+    return lambda: NormOps.RMS(rows.t(), rows.shape[:1], None, 1e-5)
+
+
+def norm_backward(
+    rows: Tensor, is_source_dense: bool = True, is_gradient_dense: bool = True, is_rms: bool = False
+) -> Run:
     """The backward pass of a norm over the last dimension."""
     exchanged = rows.new_empty(rows.shape[::-1]).t()
     source, gradient = rows if is_source_dense else exchanged, rows if is_gradient_dense else exchanged
     mean, weight = rows.new_empty(rows.shape[0], 1, dtype=FP32), rows.new_empty(rows.shape[1])
+    if is_rms:
+        about = (rows.shape[1:], mean, weight, [True] * 2)
+        return lambda: NormOps.RMS_BACKWARD(gradient, source, *about)
     about = (rows.shape[1:], mean, mean, weight, weight, [True] * 3)
     return lambda: ATEN.native_layer_norm_backward(gradient, source, *about)
 
@@ -94,6 +104,10 @@ def batch_norm(images: Tensor, is_backward: bool = False) -> Run:
 def softmax_backward(output: Tensor) -> Run:
     gradient = torch.empty_like(output)
     return lambda: NormOps.SOFTMAX_BACKWARD(gradient, output, -1, output.dtype)
+
+
+def safe_softmax(scores: Tensor) -> Run:
+    return lambda: NormOps.SAFE_SOFTMAX(scores, -1)
 
 
 def gathered_backward(table: Tensor, is_dense: bool = True) -> Run:
@@ -223,6 +237,19 @@ CASES: dict[str, Case] = {
     "norm of few rows backward": Case((60_000, 96), FP32, norm_backward),
     "norm backward, exchanged gradient": Case((4096, 96), FP32, partial(norm_backward, is_gradient_dense=False)),
     "norm backward, exchanged input": Case((4096, 96), FP32, partial(norm_backward, is_source_dense=False)),
+    "softmax of scores": Case((16, 512, 1024), FP32, safe_softmax),
+    "softmax of scores in bf16": Case((16, 512, 1024), BF16, safe_softmax),
+    "softmax of long rows of scores": Case((64, 40_000), FP32, safe_softmax),
+    "RMS norm of what isn't in one piece": Case((512, 768), BF16, rms_norm),
+    "RMS norm of many rows backward": Case((70_000, 96), FP32, partial(norm_backward, is_rms=True)),
+    "RMS norm of many rows in bf16 backward": Case((70_000, 96), BF16, partial(norm_backward, is_rms=True)),
+    "RMS norm of few wide rows backward": Case((4096, 1024), BF16, partial(norm_backward, is_rms=True)),
+    "RMS norm backward, exchanged gradient": Case(
+        (4096, 96), FP32, partial(norm_backward, is_gradient_dense=False, is_rms=True)
+    ),
+    "RMS norm backward, exchanged input": Case(
+        (4096, 96), FP32, partial(norm_backward, is_source_dense=False, is_rms=True)
+    ),
     "batch norm in channels_last": Case((128, 1024, 14, 14), BF16, batch_norm),
     "batch norm in channels_last backward": Case((128, 1024, 14, 14), BF16, partial(batch_norm, is_backward=True)),
     "batch norm of few images in channels_last": Case((4, 512, 7, 7), BF16, batch_norm),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -37,16 +38,22 @@ A100, H100, B200, RTX3090, T4 = (
 def call(dtype: torch.dtype = BF16, device: str = "cpu", **changes: Any) -> Call:
     """Of 4 heads of 64 features, 2 of keys and values if grouped."""
     given = {"width": 64, "value_width": None, "queries": 128, "keys": 128, "mask": None, "dropout": 0.0}
-    given |= {"is_causal": False, "grouped": False, "needs_gradient": True} | changes
+    given |= {"is_causal": False, "grouped": False, "needs_gradient": True, "strided": ()} | changes
     heads, fixed = (2 if given["grouped"] else 4), {"dtype": dtype, "device": device}
     fixed["requires_grad"] = given["needs_gradient"]
     value_width = given["value_width"] or given["width"]
     query = torch.empty(2, 4, given["queries"], given["width"], **fixed)
     key = torch.empty(2, heads, given["keys"], given["width"], **fixed)
     value = torch.empty(2, heads, given["keys"], value_width, **fixed)
-    return Call(
+    found = Call(
         query, key, value, mask_of(given, dtype, device), given["dropout"], given["is_causal"], None, heads == 2
     )
+    return replace(found, **{name: as_columns(getattr(found, name)) for name in given["strided"]})
+
+
+def as_columns(tensor: Tensor) -> Tensor:
+    """The same, but a row's numbers lie apart, as where the pixels of an image are the tokens."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def mask_of(given: dict[str, Any], dtype: torch.dtype, device: str) -> Tensor | None:
@@ -77,6 +84,9 @@ def mask_of(given: dict[str, Any], dtype: torch.dtype, device: str) -> Tensor | 
         (RTX3090, {"grouped": True, "mask": "bool"}, unfused),
         (T4, {"dtype": FP16}, efficient),
         (T4, {"dtype": FP16, "width": 60}, unfused),
+        *((H100, {"strided": [name]}, unfused) for name in ("query", "key", "value")),
+        (H100, {"strided": ["mask"], "mask": "bool"}, unfused),
+        (RTX3090, {"dtype": FP32, "strided": ["value"]}, unfused),
     ],
 )
 def test_the_kernel_is_the_first_that_can(card: Card, changes: dict[str, Any], kernel: Any) -> None:
@@ -102,6 +112,10 @@ CHANGES: list[dict[str, Any]] = [
     {"grouped": True},
     {"grouped": True, "is_causal": True, "dropout": 0.1},
     {"grouped": True, "mask": "bool"},
+    *({"strided": [name]} for name in ("query", "key", "value")),
+    *({"strided": ["mask"], "mask": mask} for mask in ("bool", "numbers")),
+    {"strided": ["query"], "is_causal": True},
+    {"strided": ["query", "key", "value"], "width": 1},
 ]
 
 

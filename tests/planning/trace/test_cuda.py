@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,35 @@ def test_a_recurrent_cell_keeps_its_gates(kind: Any, num_gates: int) -> None:
     weights = (2 * width + 2) * (3 if num_states == 1 else 4) * width
     others = batch * width * (1 + 2 * num_states)
     assert made(A100, kept) - 4 * (weights + others + num_gates * batch * width) in range(8 * KIB)
+
+
+@pytest.mark.parametrize(("weight", "bytes_each"), [(BF16, 2), (FP32, 4 + 4 + 4 + 2), (None, 2)])
+def test_an_rms_norm_keeps_its_input_and_a_number_for_each_row(weight: torch.dtype | None, bytes_each: int) -> None:
+    """Of bf16: with a weight in fp32 it is composed, and keeps what it is composed of."""
+
+    def make() -> Any:
+        x = torch.empty(64, 1024, dtype=BF16, requires_grad=True)
+        scale = None if weight is None else torch.empty(1024, dtype=weight, requires_grad=True)
+        return x, scale, F.rms_norm(x, (1024,), scale)
+
+    given = 64 * 1024 * 2 + (0 if weight is None else 1024 * weight.itemsize)
+    numbers = {BF16: 64 * 4, None: 64 * 4, FP32: 2 * 64 * 4}[weight]  # of rows
+    assert abs(made(A100, make) - given - 64 * 1024 * bytes_each - numbers) <= 2 * KIB
+
+
+@pytest.mark.parametrize("shape", [(16,), (8, 16)])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_what_is_tried_in_a_plan_is_normed_as_torch_does(shape: tuple[int, ...], has_weight: bool) -> None:
+    x = torch.randn(4, 8, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(shape, dtype=torch.float64, requires_grad=True) if has_weight else None
+    trained = [x] if weight is None else [x, weight]
+    gradient, results = torch.randn_like(x), list[Any]()
+    for place in (nullcontext(), acts_as_card(A100)):
+        with place:
+            found = F.rms_norm(x, shape, weight, 1e-5)
+            assert ("Fused" in type(found.grad_fn).__name__) == bool(results)
+            results.append((found, *torch.autograd.grad(found, trained, gradient)))
+    torch.testing.assert_close(*results)
 
 
 def test_a_mask_of_dropout_has_one_byte_for_each_number() -> None:

@@ -19,6 +19,7 @@ from lowvram.core.kind import Kind
 from lowvram.planning.memory.segments import rounded_up
 from lowvram.planning.target import Target
 from lowvram.planning.trace.attention_scratch import num_parts_of
+from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.reductions import buffers_of, reduction_of
 from lowvram.planning.trace.tracer import TraceRecorder, trace
 from tests.laboratory import IS_EMULATED, PROBLEMS, knobs_of
@@ -74,6 +75,8 @@ RECORDED: dict[str, list[tuple[int, int]]] = {
     ],
     "norm of what isn't in one piece": [(0, 1536), (1, 1536), (0, -1536)],
     "norm backward, exchanged gradient": [(0, 1536), (1, 1536), (1, -1536)],
+    "RMS norm of what isn't in one piece": [(0, 768), (1, 768), (0, -768)],
+    "RMS norm of many rows backward": [(0, 26250), (1, 820), (2, 432), (1, -820), (2, -432)],
     "batch norm in channels_last": [(0, 50176), (1, 1568), (1, -1568)],
     "batch norm in channels_last backward": [(0, 784), (0, -784), (1, 50176)],
     "dropout": [(0, 256), (1, 512)],
@@ -138,7 +141,7 @@ def asked(card: Card, case: Case) -> Events:
             recorder.see(func, args, kwargs or {}, out)
             return out
 
-    with FakeTensorMode():
+    with acts_as_card(card), FakeTensorMode():
         run = case.on("cpu")
         with recorder.recording(), Recording():
             result = run()
