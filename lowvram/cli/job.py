@@ -28,7 +28,7 @@ from lowvram.config.errors import Refused
 from lowvram.config.parent_settings import PARENT_SECTIONS, LoggerSettings
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search
+from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_solve
 from lowvram.config.transforms import is_transform
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.launcher import Local, Unsure, own_token
@@ -48,6 +48,7 @@ from lowvram.runs.hydra_notes import notes_of, write_notes
 from lowvram.runs.run import row_inline, run_point
 from lowvram.runs.submission import Submission
 from lowvram.search.client import Searches
+from lowvram.search.solve import Solves, start_of
 
 UNRECORDED = asdict(LoggerSettings())  # as logger=none
 HELD_S = 300.0  # how long a job waits for its earlier life, whose node was lost, to be gone; locks of NFS end later
@@ -199,6 +200,11 @@ class Job:
             slots = slots_of(point, here)
             beside = partial(side_by_side, point, slots, here) if len(slots) > 1 else None
             return Searches(here.server, here.progress, stop_signals, here.plans.again, beside).row(point, words), None
+        if is_solve(point.choices):
+            if point.launch is not None:
+                raise Refused("mode=solve under torchrun: solve without it")
+            words = container(HydraConfig.get().overrides.task, resolve=False)
+            return Solves(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
         if is_transform(point.choices):  # no step of training, of which there could be a plan
             return run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
         point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))
@@ -215,7 +221,7 @@ class Job:
             if mistake is not None:
                 raise mistake
             row, error = self._row_of(point)
-            if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have printed
+            if row is not None and not asks_plans(point.choices):  # those have printed
                 self._tell_point(point, row)
             return row, error
         except MISTAKES as refusal:
@@ -373,13 +379,23 @@ def check(config: DictConfig) -> None:
     values, choices = plain(config), chosen(about.runtime.choices)
     check_fresh(values, launch)
     check_left_to_us(about)
+    if is_solve(choices):
+        start_of(values)
     if is_inline(values):
         check_alone(choices, launch)
 
 
+def asks_plans(choices: Mapping[str, str]) -> bool:
+    """Whether a point is planned, and runs only as the outcome of plans."""
+    return is_plan(choices) or is_search(choices) or is_solve(choices)
+
+
 def check_alone(choices: Mapping[str, str], launch: Launch | None) -> None:
-    """Raises Refused for torchrun and mode=search, which need more processes than the one of process=inline."""
+    """Raises Refused for torchrun, mode=search and mode=solve, which need more processes than the one of
+    process=inline."""
     if launch is not None:
         raise Refused("process=inline: must be child under torchrun")
-    if is_search(choices):
-        raise Refused("process=inline: must be child with mode=search, each of whose probes needs a process")
+    if is_search(choices) or is_solve(choices):
+        raise Refused(
+            f"process=inline: must be child with mode={choices['mode']}, each of whose probes needs a process"
+        )

@@ -59,6 +59,7 @@ _SHAPES = tuple(
     )
 )
 _REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # an interpolation, which doesn't contain the value
+_SOLVED = re.compile(r"(?:train|data|model|loader|accum|adapter|depth|optimizer|weights|tile|ckpt)(?:\.[A-Za-z_]\w*)+")
 _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED.lower()))
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
 _PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth|jwt|cookie", re.IGNORECASE)
@@ -107,8 +108,9 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def says_nothing(text: str) -> bool:
+    """Whether a value can't be a secret: nothing, an interpolation, or a dotted key as that of `solve.key`."""
     bare = text.strip("'\" ")
-    return bare.lower() in _NOTHING or _REFERENCE.fullmatch(bare) is not None
+    return bare.lower() in _NOTHING or any(pattern.fullmatch(bare) for pattern in (_REFERENCE, _SOLVED))
 
 
 def learn(values: Any) -> None:
@@ -251,6 +253,13 @@ def _is_value(text: str, key: re.Match[str], is_config: bool) -> bool:
     return how_sure is Sure.YES or not is_word
 
 
+def _is_of_next(text: str, start: int, at: int) -> bool:
+    """Whether, in YAML, the line after the newline at `at` is another key's than that of the value at `start`."""
+    line, following = text[text.rfind("\n", 0, start) + 1 : start], text[at + 1 : at + 1 + LONGEST_KEPT]
+    indents = [len(each) - len(each.lstrip(" ")) for each in (line, following)]
+    return indents[1] <= indents[0] and not following.lstrip(" ").startswith("- ")
+
+
 def _end_of_value(text: str, start: int, is_config: bool) -> int:
     """The index at which the value that begins at `start` ends: quoted text, text in brackets, or text up to the next
     separator."""
@@ -260,7 +269,7 @@ def _end_of_value(text: str, start: int, is_config: bool) -> int:
         assert piece is not None
         is_quoted = len(piece[0]) > 1 and (is_config or depth > 0 or at == start)
         mark = piece[0] if is_quoted else text[at]
-        if depth == 0 and mark in ends:
+        if depth == 0 and (mark in ends or (is_config and mark == "\n" and _is_of_next(text, start, at))):
             break
         depth += (mark in _OPEN) - (mark in _CLOSED)
         at += len(mark)

@@ -31,6 +31,7 @@ UNITS = {
 }
 
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built from their YAML, too, but no knobs
+OURS, PLAIN = LOOPS = ("lowvram", "plain")  # whose training loop a plan is of
 CHILD, INLINE = "child", "inline"  # where a point runs
 MOST_JOBS = 999
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
@@ -112,9 +113,11 @@ class PlanSettings:
     skip: bool
     margin: float | None
     link_bytes_per_s: float | None = None
+    loop: str = OURS
 
     def __post_init__(self) -> None:
         parse_bytes("plan.host", self.host)
+        require(self.loop in LOOPS, "plan.loop", self.loop, f"one of {', '.join(LOOPS)}")
         link, allowed = self.link_bytes_per_s, "null (as the device's YAML says) or more than 0, such as 1.25e9"
         require(link is None or 0 < link < math.inf, "plan.link_bytes_per_s", link, allowed)
         allowed = "null or a share from 0 (none) to below 10, such as 0.1"
@@ -137,6 +140,17 @@ class SearchSettings:
             require(name in KNOB_GROUPS, "search.groups", name, f"a list of some of {', '.join(KNOB_GROUPS)}")
         require(self.groups != [], "search.groups", "[]", "null (the usual ones) or a list of at least one group")
         require(1 <= self.probes <= 12, "search.probes", self.probes, "between 1 and 12")
+
+
+@dataclass(frozen=True)
+class SolveSettings:
+    """`solve.*`"""
+
+    key: str | None
+    multiple_of: int
+
+    def __post_init__(self) -> None:
+        require(self.multiple_of >= 1, "solve.multiple_of", self.multiple_of, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,7 @@ class Settings:
     measure: MeasureSettings
     plan: PlanSettings
     search: SearchSettings
+    solve: SolveSettings
     prune: PruneSettings
     grow: GrowSettings
     snapshot: SnapshotSettings
@@ -250,6 +265,7 @@ SECTIONS = {
     "measure": MeasureSettings,
     "plan": PlanSettings,
     "search": SearchSettings,
+    "solve": SolveSettings,
     "prune": PruneSettings,
     "grow": GrowSettings,
     "snapshot": SnapshotSettings,
@@ -335,6 +351,11 @@ def is_plan(choices: Mapping[str, str]) -> bool:
 def is_search(choices: Mapping[str, str]) -> bool:
     """Whether a point is a search, which runs further points."""
     return choices["mode"] == "search"
+
+
+def is_solve(choices: Mapping[str, str]) -> bool:
+    """Whether the largest value of a key is asked for with which a point fits."""
+    return choices["mode"] == "solve"
 
 
 TEACH = "teach"  # a mode that trains nothing: it asks a teacher

@@ -48,6 +48,7 @@ class PlanDevice:
     rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
     link_of_plan: float | None = None  # what the user says of the link; None: what its data sheet does
+    is_plain_loop: bool = False  # whether the plan is of a plain loop instead of lowvram's own
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -58,7 +59,7 @@ class PlanDevice:
     def target(self) -> Target:
         capability = self.device.capability
         card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
-        return Target(card, self.num_ranks, self.row)
+        return Target(card, self.num_ranks, self.row, is_plain_loop=self.is_plain_loop)
 
 
 class Pipeline(NamedTuple):

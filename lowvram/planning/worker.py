@@ -11,7 +11,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
-from lowvram.config.settings import KNOB_GROUPS, TEACH, Settings, check_batch_size
+from lowvram.config.settings import KNOB_GROUPS, PLAIN, TEACH, Settings, check_batch_size
 from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.fact import ModelFact
@@ -146,7 +146,7 @@ class Planner:
         advice = advice_for(plan["by_kind"], settings, choices, target, scaler.lacking)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_data_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
-        fit = fit_of(plan, settings, plan_device)
+        fit = fit_of(plan, settings, plan_device) | ({"loop": PLAIN} if target.is_plain_loop else {})
         return {
             **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": plan_device.device.error, **fit, "advice": advice},
@@ -251,8 +251,12 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
 
 
 def plan_device_of(settings: Settings) -> PlanDevice:
-    """The device that `plan.device` names. `sharding.ranks=auto` counts as `devices`; without it as one rank, as the
-    number of devices isn't known."""
+    """The device that `plan.device` names, and the loop that `plan.loop` does."""
+    return replace(named_device(settings), is_plain_loop=settings.plan.loop == PLAIN)
+
+
+def named_device(settings: Settings) -> PlanDevice:
+    """`sharding.ranks=auto` counts as `devices`; without it as one rank, as the number of devices isn't known."""
     num_ranks = wanted_ranks(settings.groups["sharding"], CPU, False, settings.root.devices)
     ranks = (num_ranks, row_of(settings, num_ranks))
     if settings.plan.device != "auto":

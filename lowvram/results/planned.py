@@ -41,6 +41,7 @@ def _sizes(plan: Plan) -> str:
     sizes = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "on the host": "host_bytes"}
     texts = [f"{size_text(plan[name])} {what}" for what, name in sizes.items() if plan.get(name)]
     target = f" for {plan['device']}" if plan.get("device") else ""
+    target += f", of a {plan['loop']} loop" if plan.get("loop") else ""
     return f"plan{target}: {', '.join(texts)}{', as if not compiled' if plan.get('is_eager_equivalent') else ''}"
 
 

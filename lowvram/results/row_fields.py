@@ -88,7 +88,7 @@ OTHERS: Mapping[str, Kind] = {
     **dict.fromkeys(("memory.by_kind", "memory.by_kind_max"), NUMBERS),
     "memory.by_kind_reason": TEXT,
     "plan": VALUES,
-    "plan.reason": TEXT,
+    **dict.fromkeys(("plan.reason", "plan.solved", "plan.loop"), TEXT),
     "plan.fits": TRUTH,
     "plan.by_kind": NUMBERS,
     **dict.fromkeys(("throughput", "data", "time"), SECTION),

@@ -42,6 +42,7 @@ from lowvram.results.row import (
     read,
     reruns_text,
 )
+from lowvram.results.row_fields import at
 from lowvram.results.shown import one_line, shown
 
 SOURCES = {
@@ -104,6 +105,7 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     columns = (
         words_column("name", map(label, rows)),
         words_column("status", (row["status"] for row in rows)),
+        words_column("largest", (at(row, "plan.solved") for row in rows)),
         *_figures(rows),
     )
     sources = peak_sources(rows)

@@ -12,7 +12,7 @@ from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import command_line, shown_path
 
 NAME = "winner"
-OF_THE_SEARCH = ("mode", "search", "jobs", "hydra", "plan")  # keys that only the search needs
+OF_THE_SEARCH = ("mode", "search", "solve", "jobs", "hydra", "plan")  # keys that only the search needs
 
 
 def sort_key(row: Row) -> tuple[bool, float]:

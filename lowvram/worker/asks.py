@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import Settings, check_batch_size, settings
@@ -23,6 +24,7 @@ from lowvram.planning.time.microbench import calibrate as measure_rates
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
 from lowvram.results.row import GIB, Status
+from lowvram.search.largest import Tried, largest_that_fits, tried
 from lowvram.search.worker import PlanCache, Search
 from lowvram.search.worker import search as find_candidates
 
@@ -139,6 +141,39 @@ def search(events: Events, point: Point, pinned: list[str]) -> Fields:
     return {"status": "ok"}
 
 
+def solve(events: Events, point: Point, paths: list[str], start: int, unit: int) -> Fields:
+    """Plan values until the largest with which the point fits is known; sends each plan with its value. If the first
+    one is refused, that is no matter of its size, and ends it.
+
+    Args:
+        paths: the dotted keys that have the value.
+        start: the first value.
+        unit: what values are multiples of.
+    """
+    planner, refused = Planner(TraceCache(), Calibrations()), dict[str, Any]()
+
+    def attempt(value: int) -> Tried | None:
+        fields = planned(planner, {**point, "config": with_value(point["config"], paths, value)})
+        if value == start and fields["status"] != Status.OK:
+            refused.update({name: fields[name] for name in ("status", "reason")})
+            return None
+        found = tried(value, fields)
+        events("planned", index=value, fields=fields)
+        return found
+
+    largest_that_fits(attempt, start, unit)
+    return refused or {"status": "ok"}
+
+
+def with_value(config: Mapping[str, Any], paths: Sequence[str], value: int) -> dict[str, Any]:
+    """The configuration with a value under some dotted keys."""
+    changed = OmegaConf.create(dict(config))
+    for path in paths:
+        OmegaConf.update(changed, path, value)
+    found: Any = OmegaConf.to_container(changed)
+    return found
+
+
 def ranks(events: Events, config: dict[str, Any]) -> Fields:
     """How many ranks a point takes on this machine."""
     whole = settings(config)
@@ -156,5 +191,5 @@ def reference(events: Events, config: dict[str, Any], choices: dict[str, str]) -
 
 
 ASKS: Mapping[str, Callable[..., Fields]] = {
-    asked.__name__: asked for asked in (check, probe_cards, plan, calibrate, search, ranks, reference)
+    asked.__name__: asked for asked in (check, probe_cards, plan, calibrate, search, solve, ranks, reference)
 }

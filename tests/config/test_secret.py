@@ -96,6 +96,21 @@ def test_everyday_words_are_no_secrets(key: str) -> None:
     assert words_without_secrets([f"data.{key}=x"]) == [f"data.{key}=x"]
 
 
+def test_in_yaml_a_secret_ends_where_the_next_key_begins() -> None:
+    text = "solve:\n  key: null\n  unit: 1\napi_key: abc def\n  and more\nprecision: fp32\ntokens:\n- one\nlast: 1\n"
+    found = text_without_secrets(text, is_config=True)
+    assert found.startswith(f"solve:\n  key: null\n  unit: 1\napi_key: {REFUSED}\nprecision: fp32\n")
+    assert (
+        text_without_secrets("a: {password: |\n  one\n  two\n  }\n", is_config=True) == f"a: {{password: {REFUSED}}}\n"
+    )
+
+
+def test_the_key_that_is_solved_is_no_secret() -> None:
+    assert words_without_secrets(["solve.key=data.sequence_length"]) == ["solve.key=data.sequence_length"]
+    assert without_secrets({"solve": {"key": "train.batch_size"}}) == {"solve": {"key": "train.batch_size"}}
+    assert words_without_secrets(["solve.key=hunter.two"]) == [f"solve.key={REFUSED}"]
+
+
 def test_what_tells_nobody_anything_stays() -> None:
     values = {"token": None, "use_key": True, "key": 64, "password": "", "api_key": "${oc.env:X}"}
     assert without_secrets(values) == values

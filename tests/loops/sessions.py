@@ -20,6 +20,7 @@ from lowvram.config.settings import (
     SearchSettings,
     Settings,
     SnapshotSettings,
+    SolveSettings,
     TrainSettings,
 )
 from lowvram.config.transforms import (
@@ -128,6 +129,7 @@ def session_in(
         measure=MEASURE,
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),
+        solve=SolveSettings(key=None, multiple_of=1),
         prune=prune,
         grow=grow,
         snapshot=SnapshotSettings(snapshot_every, 2, sharded_above_gib),

@@ -39,6 +39,7 @@ from lowvram.planning.time.op_cost import NO_MODULE, OpCounter
 from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
 from lowvram.planning.trace.events import BACKWARD_OF, BATCH, KINDS, MADE_IN, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
+from lowvram.planning.trace.plain_loop import as_plain_loop
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
 from lowvram.planning.trace.streams import Streams
@@ -100,6 +101,7 @@ def trace_of(
         trace_recorder.set_kinds(rig)
         for fix in rig.heaviest[choice : choice + 1]:
             fix()
+        rig = as_plain_loop(rig, knobs) if target.is_plain_loop else rig
 
         def make_batch() -> Part:
             return problem.as_loaded(example(problem.spec, most_in_slice(batch_size, target.num_data_ranks), known))
