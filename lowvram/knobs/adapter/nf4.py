@@ -20,6 +20,7 @@ from torch.nn.grad import conv2d_input
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import Incompatible
 from lowvram.core.layers import PackedWeight
+from lowvram.core.rounds import followed
 
 BLOCK = 64  # weights that share a scale: the largest absolute value among them
 LEVELS = (
@@ -63,7 +64,7 @@ def pack(weight: Tensor) -> InNF4:
     blocks = (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)  # padding by nothing would copy too
     scales = torch.empty(len(blocks), device=weight.device)
     codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+    for first in followed(range(0, len(blocks), BLOCKS_AT_ONCE)):
         some = slice(first, first + BLOCKS_AT_ONCE)
         scales[some] = blocks[some].abs().amax(1)
         relative = blocks[some] / scales[some, None].clamp(min=torch.finfo(torch.float32).tiny)
