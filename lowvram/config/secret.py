@@ -64,6 +64,7 @@ _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
 _PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth|jwt|cookie", re.IGNORECASE)
 _KEY = re.compile(r"(?<![\w./-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sign>[=:])[ \t]*")
+_BEGINS_LINE = re.compile(r"[ \t]*(?:- )*[\w.-]+[\"']?[ \t]*[=:][ \t]*")  # a key, up to its value
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
 
@@ -256,6 +257,8 @@ def _is_value(text: str, key: re.Match[str], is_config: bool) -> bool:
 def _is_of_next(text: str, start: int, at: int) -> bool:
     """Whether, in YAML, the line after the newline at `at` is another key's than that of the value at `start`."""
     line, following = text[text.rfind("\n", 0, start) + 1 : start], text[at + 1 : at + 1 + LONGEST_KEPT]
+    if not _BEGINS_LINE.fullmatch(line):  # in brackets or after other words lines may end anywhere
+        return False
     indents = [len(each) - len(each.lstrip(" ")) for each in (line, following)]
     return indents[1] <= indents[0] and not following.lstrip(" ").startswith("- ")
 

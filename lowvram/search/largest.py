@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 from lowvram.config.errors import BadInput
 
 MOST_GROWTH = 16  # times the largest value that fits, if the line through known ones is flatter
+LEAST_LESS = 0.05  # share by which needs must fall to be told; allocators' rounding makes them fall by less
 MOST_VALUE = 2**40  # above it nothing is tried: what is asked for takes no memory
 
 
@@ -30,11 +32,13 @@ class Tried(NamedTuple):
     Args:
         load: of the budget: at most 1 fits; None: the value is refused.
         refusal: why.
+        is_chosen: whether the plan has chosen something, such as the number of parts, for this value alone.
     """
 
     value: int
     load: float | None
     refusal: str | None = None
+    is_chosen: bool = False
 
     @property
     def fits(self) -> bool:
@@ -52,11 +56,13 @@ class Bracket:
     Attributes:
         fitting: in ascending order; the last is the largest that is known to fit.
         above: the smallest that is known not to fit, or to be refused.
+        known: those whose needs can be compared, in ascending order.
     """
 
     unit: int
     fitting: list[Tried] = field(default_factory=list)
     above: Tried | None = None
+    known: list[Tried] = field(default_factory=list)
     num_tried: int = 0
     is_halved: bool = True  # whether the last try has ruled out half of the values that were left
 
@@ -67,7 +73,16 @@ class Bracket:
             self.above = tried
         else:
             self.fitting = sorted([*self.fitting, tried])
+        if tried.load is not None and not tried.is_chosen:
+            self.known = sorted([*self.known, tried])
         self.is_halved = before is None or 2 * (self._num_left or 0) <= before
+
+    @property
+    def falling(self) -> tuple[int, int] | None:
+        """Two values of which the larger needs less, so that there is no largest that fits; None: there are none."""
+        needs = [(each.value, each.load or 0) for each in self.known]
+        falls = ((one, two) for (one, more), (two, less) in pairwise(needs) if less < (1 - LEAST_LESS) * more)
+        return next(falls, None)
 
     @property
     def _num_left(self) -> int | None:
@@ -75,7 +90,9 @@ class Bracket:
         return None if self.above is None or not self.fitting else self.above.value - self.fitting[-1].value
 
     def next(self) -> int | None:
-        """The value to try next; None: the answer is known."""
+        """The value to try next; None: the answer is known, or there is none."""
+        if self.falling is not None:
+            return None
         if not self.fitting:
             return self._smaller()
         largest = self.fitting[-1].value
@@ -98,7 +115,7 @@ class Bracket:
 
     def _at_least(self) -> int:
         """Twice the largest, or more if that fits for sure where needs grow evenly from some fixed one."""
-        (largest, load, _) = self.fitting[-1]
+        largest, load = self.fitting[-1][:2]
         return max(2 * largest, int(min(largest / load, MOST_VALUE)) if load else 0)
 
     def _on_line(self) -> int | None:
@@ -131,7 +148,7 @@ def tried(value: int, planned: Mapping[str, Any]) -> Tried:
         raise BadInput("vram", None, "a budget, such as 8GiB: the memory of this device isn't known")
     host_budget = plan["host_budget_bytes"] or math.inf
     load = max(plan["least_vram_bytes"] / plan["budget_bytes"], (plan["host_bytes"] or 0) / host_budget)
-    return Tried(value, load * (1 + plan["margin"]))
+    return Tried(value, load * (1 + plan["margin"]), is_chosen=bool(plan.get("chosen")))
 
 
 def largest_that_fits(attempt: Callable[[int], Tried | None], start: int, unit: int) -> Bracket:

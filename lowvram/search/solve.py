@@ -59,7 +59,7 @@ class Solves:
         ending = self.find(found)
         if self.stop_signals():
             return None
-        if ending["status"] != Status.OK or not found.bracket.fitting:
+        if ending["status"] != Status.OK or found.bracket.falling or not found.bracket.fitting:
             row = rows.merge(point.first_row(), found.why_none(ending))
         else:
             for line in found.report():
@@ -166,6 +166,10 @@ class Found:
         """The end of a point without an answer."""
         if ending["status"] != Status.OK:
             return {"status": ending["status"], "reason": ending["reason"]}
+        if self.bracket.falling is not None:
+            one, two = map(self.word, self.bracket.falling)
+            reason = str(BadInput(KEY, self.key, f"{ALLOWED}: {one} needs more than {two}"))
+            return {"status": Status.INCOMPATIBLE.value, "reason": reason}
         least = self.bracket.above
         assert least is not None
         what = f"it is refused: {least.refusal}" if least.load is None else self.needs(least.value)

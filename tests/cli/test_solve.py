@@ -91,6 +91,17 @@ def test_what_has_no_answer_is_one_sentence(call: Call) -> None:
     assert "train.batch_size=3: must be at least accum.parts=4" in conflict.err
 
 
+@pytest.mark.medium
+def test_a_key_that_saves_memory_is_refused(call: Call) -> None:
+    words = [*FOR_CARD, "accum=x4", "solve.key=accum.parts", "train.batch_size=16384"]
+    outcome = call(*words, "hydra.run.dir=solved")
+    assert outcome.code == 3, outcome.said()
+    assert re.search(
+        r"solve\.key='accum\.parts': must be .*: accum\.parts=\d+ needs more than accum\.parts=\d+", outcome.err
+    )
+    assert read_row(Path("solved"))["status"] == "incompatible"
+
+
 def test_wrong_keys_are_refused(call: Call) -> None:
     for word, sentence in {
         "solve.key=null": "mode=solve needs solve.key: the dotted key of a whole number",

@@ -103,6 +103,8 @@ def test_in_yaml_a_secret_ends_where_the_next_key_begins() -> None:
     assert (
         text_without_secrets("a: {password: |\n  one\n  two\n  }\n", is_config=True) == f"a: {{password: {REFUSED}}}\n"
     )
+    text = "say {api_key: hunter2\nhunter3}"  # in brackets a line ends no value
+    assert text_without_secrets(text, is_config=True) == f"say {{api_key: {REFUSED}}}"
 
 
 def test_the_key_that_is_solved_is_no_secret() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowvram.knobs.activations.codes import empty_codes, from_codes, read_codes, to_codes, write_codes
+from tests import interpreted
 from tests.laboratory import CPU, needs_gpu, needs_real_gpu
 
 Results = tuple[Tensor, Tensor, Tensor]  # codes, bounds, and the numbers read back
@@ -25,15 +25,9 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    """Writes and reads codes by kernels in Triton's interpreter, which runs them on a CPU: in a process that imports it
-    so."""
-    if find_spec("triton") is None:
-        pytest.skip("Triton isn't installed")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRITON_INTERPRET", "1")
-        started = multiprocessing.get_context("spawn").Pool(1)
-    with started as pool:
-        yield lambda *args: pool.apply(by_kernels, args)
+    """`by_kernels` in Triton's interpreter."""
+    with interpreted.interpreter() as run:
+        yield partial(run, by_kernels)
 
 
 def by_kernels(values: Tensor, bits: int, seed: int) -> Results:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowvram.knobs.stepping.totals import Bf16, Int8, Total
+from tests import interpreted
 from tests.laboratory import CPU, needs_gpu, needs_real_gpu
 
 Interpreter = Callable[[Total, list[Tensor], int], Total]
@@ -25,14 +25,9 @@ EACH_NUMEL = pytest.mark.parametrize("numel", NUMELS)
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    """Adds gradients by a kernel in Triton's interpreter, which runs it on a CPU: in a process that imports it so."""
-    if find_spec("triton") is None:
-        pytest.skip("Triton isn't installed")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRITON_INTERPRET", "1")
-        started = multiprocessing.get_context("spawn").Pool(1)
-    with started as pool:
-        yield lambda *args: pool.apply(added, args)
+    """`added` in Triton's interpreter."""
+    with interpreted.interpreter() as run:
+        yield partial(run, added)
 
 
 def added(total: Total, gradients: list[Tensor], seed: int) -> Total:

@@ -54,6 +54,18 @@ def test_drawn_needs_are_solved_in_few_tries() -> None:
     assert sum(nums) / len(nums) < 10
 
 
+def test_needs_that_fall_have_no_answer() -> None:
+    bracket = solved(lambda value: 0.2 + 4 / value, start=8)
+    assert bracket.falling == (8, 16)
+    assert bracket.num_tried == 2
+    assert solved(lambda value: 0.2 + value / 1000 - 0.04 * (value % 2)).falling is None  # as little as by rounding
+
+    def attempt(value: int) -> Tried:
+        return Tried(value, 0.9 + value / 1000 - (value >= 90) * 0.5, is_chosen=value >= 90)
+
+    assert largest_that_fits(attempt, 8, 1).falling is None
+
+
 def test_even_growth_takes_five_tries() -> None:
     bracket = solved(lambda value: 0.3 + value / 1000)
     assert bracket.fitting[-1].value == 700

@@ -23,22 +23,22 @@ from lowvram.config.errors import require
 from lowvram.config.settings import OURS, PLAIN
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Part, Rig
+from lowvram.core.row_shape import RowShape
 from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.knobs.stepping import AfterBackward
 
 
-def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob]) -> Rig:
+def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob], row: RowShape) -> Rig:
     """The rig, whose steps hold what those of a plain loop do.
 
     Args:
         knobs: its knobs, by the names that messages use.
+        row: how the model goes over ranks.
 
     Raises:
-        BadInput: gradients are used before the backward pass has ended.
+        BadInput: a plain loop can't train so.
     """
-    for name, knob in knobs.items():
-        is_early = knob.stage is Stage.STEPPING and not isinstance(knob, AfterBackward)
-        require(not is_early, "plan.loop", PLAIN, f"{OURS} with {name}: a plain loop updates after the backward pass")
+    check_is_plain(knobs, row)
     forward, criterion, named = rig.forward, rig.criterion, dict[str, Any]()
 
     def call(part: Part) -> Any:
@@ -54,6 +54,14 @@ def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob]) -> Rig:
         return [parameter.grad for parameter in rig.updated if parameter.grad is not None]
 
     return replace(rig, forward=call, criterion=compare, stepper=KeepingStepper(rig.stepper, gradients))
+
+
+def check_is_plain(knobs: Mapping[str, Knob], row: RowShape) -> None:
+    """Refuse steps that use gradients before the backward pass has ended, and those of a model cut into stages."""
+    require(row.pipeline == 1, "plan.loop", PLAIN, f"{OURS} with a pipeline, whose steps no plain loop takes")
+    for name, knob in knobs.items():
+        is_early = knob.stage is Stage.STEPPING and not isinstance(knob, AfterBackward)
+        require(not is_early, "plan.loop", PLAIN, f"{OURS} with {name}: a plain loop updates after the backward pass")
 
 
 @final

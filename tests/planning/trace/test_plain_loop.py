@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import lowvram
 from lowvram.config.errors import BadInput
 from lowvram.core.ledger import ledger
+from lowvram.core.row_shape import RowShape
+from lowvram.planning.trace.plain_loop import check_is_plain
 from tests.laboratory import CPU, needs_gpu
 
 KNOBS = "optimizer=external optimizer.target=torch.optim.{}"
@@ -93,3 +95,5 @@ def test_what_has_no_such_loop_is_refused() -> None:
         lowvram.plan(task, targets[:2], 8, "stepping=in_backward", loop="plain")
     with pytest.raises(BadInput, match="loop='theirs': must be one of lowvram, plain"):
         lowvram.plan(task, targets[:2], 8, loop="theirs")
+    with pytest.raises(BadInput, match=r"plan\.loop='plain': must be lowvram with a pipeline"):
+        check_is_plain({}, RowShape(pipeline=2))
