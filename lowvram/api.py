@@ -25,7 +25,7 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
 from lowvram.config.schema import build
-from lowvram.config.settings import LOOPS, OURS, PLAIN
+from lowvram.config.settings import LOOPS, OURS, check_zero_grad, zero_grad_of
 from lowvram.core import assemble as core
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.device import choose_device
@@ -236,6 +236,7 @@ def plan(
     knobs: str | Iterable[str | Knob] = (),
     device: str = "generic",
     loop: str = OURS,
+    zero_grad: str | None = None,
 ) -> dict[str, Any]:
     """Predict the memory and time of a step on any device, also one that this machine lacks: the fields `plan.*` of a
     row (docs/planning.md).
@@ -247,14 +248,17 @@ def plan(
         device: a name from conf/data_sheets, such as rtx3060, cpu or generic, or the path of a YAML file like those.
         loop: "plain" for one that keeps gradients until the next backward pass, and inputs, outputs and loss until
             the next ones, as loops without lowvram do.
+        zero_grad: where such a loop zeroes gradients: "before_backward" (None means that), "before_forward" or
+            "after_step".
 
     Raises:
         BadInput, Incompatible: as `assemble`.
         CantPlan: the module's code depends on the values of tensors; the message says where.
     """
     require(loop in LOOPS, "loop", loop, f"one of {', '.join(LOOPS)}")
+    check_zero_grad("zero_grad", zero_grad, loop)
     here = torch.device("cpu") if device == "cpu" else None
-    plan_device = PlanDevice(device, load_device(device), here=here, is_plain_loop=loop == PLAIN)
+    plan_device = PlanDevice(device, load_device(device), here=here, zero_grad=zero_grad_of(loop, zero_grad))
     chosen = all_knobs(knobs)
     traced = trace(task.without_values(targets), chosen, batch_size, plan_device.target)  # pyright: ignore[reportArgumentType]
     return needs(traced, plan_device, any(knob.expandable_segments for knob in chosen.values()))

@@ -32,6 +32,7 @@ UNITS = {
 
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built from their YAML, too, but no knobs
 OURS, PLAIN = LOOPS = ("lowvram", "plain")  # whose training loop a plan is of
+BEFORE_BACKWARD, BEFORE_FORWARD, AFTER_STEP = ZERO_GRADS = ("before_backward", "before_forward", "after_step")
 CHILD, INLINE = "child", "inline"  # where a point runs
 MOST_JOBS = 999
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
@@ -114,14 +115,29 @@ class PlanSettings:
     margin: float | None
     link_bytes_per_s: float | None = None
     loop: str = OURS
+    zero_grad: str | None = None
 
     def __post_init__(self) -> None:
         parse_bytes("plan.host", self.host)
         require(self.loop in LOOPS, "plan.loop", self.loop, f"one of {', '.join(LOOPS)}")
+        check_zero_grad("plan.zero_grad", self.zero_grad, self.loop)
         link, allowed = self.link_bytes_per_s, "null (as the device's YAML says) or more than 0, such as 1.25e9"
         require(link is None or 0 < link < math.inf, "plan.link_bytes_per_s", link, allowed)
         allowed = "null or a share from 0 (none) to below 10, such as 0.1"
         require(self.margin is None or 0 <= self.margin < 10, "plan.margin", self.margin, allowed)
+
+
+def check_zero_grad(key: str, value: str | None, loop: str) -> None:
+    """Refuse a place of zero_grad that there isn't, or one of another loop than the plain one."""
+    require(value in (None, *ZERO_GRADS), key, value, f"null or one of {', '.join(ZERO_GRADS)}")
+    require(
+        value is None or loop == PLAIN, key, value, f"null unless the loop is {PLAIN}: lowvram's frees each gradient"
+    )
+
+
+def zero_grad_of(loop: str, value: str | None) -> str | None:
+    """Where the loop zeroes gradients; None: it is lowvram's."""
+    return None if loop == OURS else value or BEFORE_BACKWARD
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class PlanDevice:
     rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
     link_of_plan: float | None = None  # what the user says of the link; None: what its data sheet does
-    is_plain_loop: bool = False  # whether the plan is of a plain loop instead of lowvram's own
+    zero_grad: str | None = None  # where a plain loop zeroes gradients; None: the plan is of lowvram's own loop
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -59,7 +59,7 @@ class PlanDevice:
     def target(self) -> Target:
         capability = self.device.capability
         card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
-        return Target(card, self.num_ranks, self.row, is_plain_loop=self.is_plain_loop)
+        return Target(card, self.num_ranks, self.row, zero_grad=self.zero_grad)
 
 
 class Pipeline(NamedTuple):
@@ -75,14 +75,16 @@ def needs(
     is_expandable: bool,
     is_recurrent: bool = False,
     pipeline: Pipeline | None = None,
+    vram_bytes: int | None = None,
 ) -> Fields:
-    """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, which is what the
+    """The fields of a plan but for whether it fits. For a CPU they describe a step after the first, which is what the
     ledger measures; for a card the whole run, since the allocator's peak counts from its start.
 
     Args:
         trace: of a pipeline, that of the stage that takes the most memory.
         is_recurrent: whether the model has layers such as an LSTM.
         pipeline: all of its stages; None: there are none.
+        vram_bytes: the limit `vram`; None: the device's memory.
     """
     device = plan_device.device
     sums = trace.sums(is_steady=not device.is_cuda)
@@ -93,17 +95,27 @@ def needs(
         about = num_convolutions(trace), has_16_bit_matmuls(trace)
         overheads = [*onednn_overheads(*about, torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
+    if device.is_cuda:
+        memory = on_card(trace, overheads, is_expandable, sums.peak_bytes, vram_bytes or device.memory_bytes)
+    else:
+        memory = on_cpu(trace, overheads)
     return {
-        **(on_card(trace, overheads, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, overheads)),
+        **memory,
         "host_bytes": sums.host_bytes or None,
         "by_kind": named(sums.by_kind),
         "by_kind_max": named(sums.by_kind_max),
         "by_phase": named(sums.by_phase),
         "largest": [{"name": item.maker, "kind": item.kind.value, "bytes": item.num_bytes} for item in largest],
-        "lines": [{"name": item.name, "bytes": item.num_bytes, "source": item.source} for item in overheads],
+        "lines": [line_of(item) for item in overheads],
         **times(trace, plan_device, pipeline),
         **traffic(trace, plan_device),
     }
+
+
+def line_of(item: Overhead) -> Fields:
+    """Memory other than tensors, as the plan's `lines` have it."""
+    least = {} if item.least_bytes is None else {"least_bytes": item.least_bytes}
+    return {"name": item.name, "bytes": item.num_bytes, **least, "source": item.source}
 
 
 def traffic(trace: Trace, plan_device: PlanDevice) -> Fields:
@@ -171,9 +183,12 @@ def num_convolutions(trace: Trace) -> int:
 
 
 @gc_off()
-def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
+def on_card(
+    trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int, budget_bytes: int | None
+) -> Fields:
     """The fields about memory on a card, from a replay through the simulated caching allocator. The least limit must
     also be enough for the steps after the two traced ones, in which the allocator's memory is fragmented differently.
+    Where the budget allows no more, the allocator gives free segments back, and reserves less.
     """
     spaces = workspaces(overheads, trace.first_matmuls)
     events = trace.requests(spaces)
@@ -183,9 +198,13 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
         longer = needs_of(steps, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
         needed = needed._replace(least_limit_bytes=longer.least_limit_bytes)
     outside = sum(item.num_bytes or 0 for item in overheads if not item.is_in_allocator)
+    free, limit_bytes = needed.free, None if budget_bytes is None else budget_bytes - outside
+    if limit_bytes is not None and needed.least_limit_bytes <= limit_bytes < free.reserved_peak_bytes:
+        limited = replay(events, expandable=is_expandable, limit_bytes=limit_bytes)
+        free = free if limited.oom is not None else limited
     return {
-        "allocated_bytes": needed.free.allocated_peak_bytes,
-        "reserved_bytes": needed.free.reserved_peak_bytes,
+        "allocated_bytes": free.allocated_peak_bytes,
+        "reserved_bytes": free.reserved_peak_bytes,
         "process_bytes": None,
         "least_vram_bytes": needed.least_limit_bytes + outside,
         "margin_bytes": None,

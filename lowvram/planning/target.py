@@ -19,7 +19,7 @@ class Target:
     num_ranks: int = 1
     row: RowShape = ALONE
     rank: int = 0  # whose tensors are followed
-    is_plain_loop: bool = False  # whether steps hold what those of a plain loop do (trace/plain_loop.py)
+    zero_grad: str | None = None  # where a plain loop zeroes gradients (trace/plain_loop.py); None: lowvram's own loop
 
     @property
     def num_data_ranks(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
-from lowvram.config.settings import KNOB_GROUPS, PLAIN, TEACH, Settings, check_batch_size
+from lowvram.config.settings import KNOB_GROUPS, PLAIN, TEACH, Settings, check_batch_size, zero_grad_of
 from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.fact import ModelFact
@@ -142,11 +142,11 @@ class Planner:
         passes = passes_of(knobs.values(), target.row, settings.groups["accum"].parts)
         pipeline = None if passes is None else Pipeline([each.trace for each in stages], passes)
         is_expandable = settings.groups["allocator"].expandable_segments
-        plan = needs(largest(stages).trace, plan_device, is_expandable, is_recurrent, pipeline)
+        plan = needs(largest(stages).trace, plan_device, is_expandable, is_recurrent, pipeline, settings.vram_bytes)
         advice = advice_for(plan["by_kind"], settings, choices, target, scaler.lacking)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_data_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
-        fit = fit_of(plan, settings, plan_device) | ({"loop": PLAIN} if target.is_plain_loop else {})
+        fit = fit_of(plan, settings, plan_device) | ({"loop": PLAIN} if target.zero_grad else {})
         return {
             **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": plan_device.device.error, **fit, "advice": advice},
@@ -252,7 +252,7 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
 
 def plan_device_of(settings: Settings) -> PlanDevice:
     """The device that `plan.device` names, and the loop that `plan.loop` does."""
-    return replace(named_device(settings), is_plain_loop=settings.plan.loop == PLAIN)
+    return replace(named_device(settings), zero_grad=zero_grad_of(settings.plan.loop, settings.plan.zero_grad))
 
 
 def named_device(settings: Settings) -> PlanDevice:

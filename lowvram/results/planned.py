@@ -24,6 +24,7 @@ def plan_lines(plan: Plan | None) -> list[str]:
         for line in (
             _sizes(plan),
             _verdict(plan),
+            _ranges(plan),
             _host(plan),
             _time(plan),
             _hidden(plan),
@@ -55,6 +56,15 @@ def _verdict(plan: Plan) -> str | None:
     fits = "fits" if least * (1 + plan["margin"]) <= budget else "does not fit"
     advice = f"; {plan['advice']}" if plan.get("advice") and not plan["fits"] else ""
     return f"{fits} into {size_text(budget)}: {needs} plus a margin of {plan['margin']:.0%}{advice}"
+
+
+def _ranges(plan: Plan) -> str | None:
+    texts = [
+        f"{line['name']}, {size_text(line['least_bytes'])} to {size_text(line['bytes'])}"
+        for line in plan.get("lines", [])
+        if line.get("least_bytes") is not None
+    ]
+    return f"counted with its most: {'; '.join(texts)}" if texts else None
 
 
 def _host(plan: Plan) -> str | None:

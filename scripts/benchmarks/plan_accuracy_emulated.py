@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 
 from lowvram.config.identity import ROOT
+from lowvram.planning.devices import load_device
+from lowvram.planning.memory.context import context_bytes
 from scripts.benchmarks import drawn_meshes, drawn_points, emulated_points
 from scripts.benchmarks.book import Book, stamp
 from scripts.benchmarks.emulated_points import Point
@@ -40,7 +42,6 @@ from scripts.benchmarks.runs import Runs
 MOST_VALUES_BYTES = 2**22  # of an operator that gets values: all that decides how a run goes on, such as masks
 MOST_VALUES_BYTES_OF_RANKS = 2**26  # also weights that are gathered: what is computed twice is compared
 DRAWS: dict[str, ModuleType] = {"drawn": drawn_points, "meshes": drawn_meshes}
-CONTEXT_MIB = 426  # as plans assume it (lowvram/planning/memory/overheads.py): what a real one takes isn't known here
 
 
 class Asked(NamedTuple):
@@ -146,7 +147,7 @@ def environment_of(card: str, draw: str) -> dict[str, str]:
     is_mesh = draw == "meshes"
     values = {
         "EMULATED_CARD": card,
-        "EMULATED_CONTEXT_MIB": CONTEXT_MIB,
+        "EMULATED_CONTEXT_MIB": context_bytes(load_device(card).multiprocessors)[1] // 2**20,  # as plans count it
         "EMULATED_DEVICES": drawn_meshes.MOST_CARDS if is_mesh else 1,
         "EMULATED_VALUES": 1,
         "EMULATED_VALUES_MAX": MOST_VALUES_BYTES_OF_RANKS if is_mesh else MOST_VALUES_BYTES,

@@ -82,7 +82,7 @@ def test_a_limit_that_is_no_memory_is_told(call: Call) -> None:
 
 @pytest.mark.medium
 def test_what_has_no_answer_is_one_sentence(call: Call) -> None:
-    outcome = call(*FOR_CARD, "vram=430MiB", "hydra.run.dir=solved")
+    outcome = call(*FOR_CARD, "vram=205MiB", "hydra.run.dir=solved")
     assert outcome.code == 3, outcome.said()
     assert read_row(Path("solved"))["status"] == "incompatible"
     assert "train.batch_size: nothing fits: of train.batch_size=1, the smallest that was tried, the plan" in outcome.err

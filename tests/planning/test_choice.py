@@ -114,7 +114,7 @@ def test_where_rates_are_known_the_cheapest_block_that_fits_is_chosen() -> None:
 
 
 def test_if_nothing_fits_all_blocks_are_recomputed() -> None:
-    plan = planned(*THREE, CARD, "ckpt=auto", "vram=400MiB")
+    plan = planned(*THREE, CARD, "ckpt=auto", "vram=150MiB")
     assert not plan["fits"]
     assert plan["chosen"] == {"ckpt": {"blocks": [0, 1, 2]}}
 

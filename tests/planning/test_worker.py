@@ -20,6 +20,7 @@ from lowvram.core.fact import Fact
 from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.setup import can_replace
 from lowvram.planning.cache import TraceCache
+from lowvram.planning.memory.context import context_bytes
 from lowvram.planning.memory.overheads import OBJECTS, PAGES, SCRATCH, onednn_overheads
 from lowvram.planning.worker import Fields, Planner
 from lowvram.results.planned import plan_lines
@@ -76,6 +77,18 @@ def test_what_is_asked_of_a_card_is_its_tensors_and_its_libraries(words: tuple[s
     assert plan["allocated_bytes"] <= plan["reserved_bytes"]
     assert max(plan["by_phase"].values()) == tensors
     assert plan["largest"][0]["bytes"] >= plan["largest"][1]["bytes"]
+    assert "counted with its most: CUDA context, 0.104 GiB to 0.196 GiB" in plan_lines(plan)
+
+
+def test_a_budget_bounds_what_is_reserved() -> None:
+    """The allocator gives free segments back before it runs out."""
+    words = ("model=resnet", "data=synthetic", "data.image_size=64", "train.batch_size=512", CARD)
+    free = planned(*words)
+    room = free["least_vram_bytes"] + 2 * MIB
+    assert free["reserved_bytes"] > room - context_bytes(28)[1]
+    tight = planned(*words, f"vram={room / MIB}MiB")
+    assert tight["allocated_bytes"] <= tight["reserved_bytes"] <= room - context_bytes(28)[1]
+    assert tight["least_vram_bytes"] == free["least_vram_bytes"]
 
 
 @pytest.mark.usefixtures("libraries_known")

@@ -1,7 +1,7 @@
 """The memory that a trace doesn't show: what libraries, kernels and CUDA take beside the tensors. Imports no torch.
 
-Sizes depend on the version of torch and on the device's compute capability. Every size has its source. Unknown sizes
-are None and aren't estimated, with one exception: the CUDA context of cards on which none was measured.
+Sizes depend on the version of torch and on the device. Every size has its source. Unknown sizes are None and aren't
+estimated, with one exception: the CUDA context, whose size lies in a range.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lowvram.planning.devices import DeviceSpec
+from lowvram.planning.memory.context import SOURCE, context_bytes
 
 MIB = 2**20
 Version = tuple[int, int]
@@ -27,6 +28,7 @@ class Overhead:
     is_capped: bool = True  # whether the limit `vram` counts it
     is_resident: bool = True  # whether resident memory grows by it; memory never touched counts for `vram` only
     margin_bytes: int | None = None  # the most by which a measurement exceeded `num_bytes`; None: not measured
+    least_bytes: int | None = None  # of a size that lies in a range, of which `num_bytes` is the most; None: it doesn't
 
 
 class Span(NamedTuple):
@@ -41,7 +43,6 @@ class Span(NamedTuple):
 
 ANY = Span()
 HOPPER, BLACKWELL, RTX_BLACKWELL = Span((9, 0), (10, 0)), Span((10, 0), (11, 0)), Span((12, 0), (13, 0))
-ADA = Span((8, 9), (9, 0))
 
 PYTORCH = "github.com/pytorch/pytorch"
 CUBLAS = f"aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize ({PYTORCH}/pull/91564)"
@@ -52,12 +53,6 @@ EAGER = (
 UNIFIED = (
     "takes cuBLAS's workspace, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0 "
     "(the docstring of torch.backends.cuda.blas_workspace_size, torch 2.13.0)"
-)
-# The one assumption here. `vram` counts the context, so a size of 0 would be wrong for certain.
-CONTEXT_BYTES = 426 * MIB
-CONTEXT = (
-    "measured on an RTX 6000 Ada with torch 2.10.0+cu130, before any kernel was loaded, "
-    "github.com/unslothai/unsloth-zoo/pull/1053"
 )
 
 
@@ -110,16 +105,6 @@ ROWS: list[Row] = [
             True,
             "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums, norms, indices, "
             "copies of convolutions, and attention",
-        )
-    ),
-    Row(Overhead("CUDA context", CONTEXT_BYTES, False, CONTEXT), capability=ADA),
-    Row(
-        Overhead(
-            "CUDA context",
-            CONTEXT_BYTES,
-            False,
-            f"assumed to be as on an RTX 6000 Ada ({CONTEXT}); an unnamed card took 274 MiB with torch 1.13 "
-            f"({PYTORCH}/pull/86509)",
         )
     ),
     Row(
@@ -248,7 +233,14 @@ def process_overheads(
     """
     rows = ON_CPU if device.capability is None else ROWS
     rows = [row for row in rows if num_ranks >= row.least_ranks and num_threads >= row.least_threads]
-    return list(_lines(rows, parsed(torch_version), device.capability or (0, 0)))
+    lines = list(_lines(rows, parsed(torch_version), device.capability or (0, 0)))
+    return [*lines, context(device.multiprocessors)] if device.is_cuda else lines
+
+
+def context(multiprocessors: int | None) -> Overhead:
+    """The CUDA context of a process."""
+    least_bytes, most_bytes = context_bytes(multiprocessors)
+    return Overhead("CUDA context", most_bytes, is_in_allocator=False, source=SOURCE, least_bytes=least_bytes)
 
 
 def parsed(version: str) -> Version:

@@ -7,8 +7,9 @@
         loss.backward()
         optimizer.step()
 
-Gradients live until just before the next backward pass. Inputs, outputs and loss live until the next ones take their
-names. lowvram frees each as soon as nobody needs it.
+Gradients live until just before the next backward pass; in loops that call zero_grad elsewhere, until the next forward
+pass, or the end of the update. Inputs, outputs and loss live until the next ones take their names. lowvram frees each
+as soon as nobody needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, final
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.config.settings import OURS, PLAIN
+from lowvram.config.settings import AFTER_STEP, BEFORE_BACKWARD, OURS, PLAIN
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Part, Rig
 from lowvram.core.row_shape import RowShape
@@ -28,20 +29,24 @@ from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.knobs.stepping import AfterBackward
 
 
-def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob], row: RowShape) -> Rig:
+def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob], row: RowShape, zero_grad: str) -> Rig:
     """The rig, whose steps hold what those of a plain loop do.
 
     Args:
         knobs: its knobs, by the names that messages use.
         row: how the model goes over ranks.
+        zero_grad: one of `ZERO_GRADS`.
 
     Raises:
         BadInput: a plain loop can't train so.
     """
     check_is_plain(knobs, row)
     forward, criterion, named = rig.forward, rig.criterion, dict[str, Any]()
+    kept, keeps_for_backward = list[Tensor](), zero_grad == BEFORE_BACKWARD
 
     def call(part: Part) -> Any:
+        if not keeps_for_backward:
+            kept.clear()
         named["part"] = part
         named["outputs"] = forward(part)
         return named["outputs"]
@@ -50,10 +55,11 @@ def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob], row: RowShape) -> Rig:
         named["loss"] = criterion(outputs, part)
         return named["loss"]
 
-    def gradients() -> list[Tensor]:
-        return [parameter.grad for parameter in rig.updated if parameter.grad is not None]
+    def keep() -> None:
+        kept[:] = [parameter.grad for parameter in rig.updated if parameter.grad is not None]
 
-    return replace(rig, forward=call, criterion=compare, stepper=KeepingStepper(rig.stepper, gradients))
+    rig = replace(rig, forward=call, criterion=compare)
+    return rig if zero_grad == AFTER_STEP else replace(rig, stepper=KeepingStepper(rig.stepper, kept, keep))
 
 
 def check_is_plain(knobs: Mapping[str, Knob], row: RowShape) -> None:
@@ -66,20 +72,21 @@ def check_is_plain(knobs: Mapping[str, Knob], row: RowShape) -> None:
 
 @final
 class KeepingStepper(StepperAround):
-    """Keeps gradients until the next backward pass.
+    """Keeps gradients until the next backward pass, if nobody drops them before.
 
     Args:
-        gradients: those that an update is about to use.
+        kept: the gradients.
+        keep: fills it with those that an update is about to use.
     """
 
-    def __init__(self, inner: Stepper, gradients: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, inner: Stepper, kept: list[Tensor], keep: Callable[[], None]) -> None:
         super().__init__(inner)
-        self.gradients, self.kept = gradients, list[Tensor]()
+        self.kept, self.keep = kept, keep
 
     def backward(self, loss: Tensor) -> None:
         self.kept.clear()
         self.inner.backward(loss)
 
     def update(self) -> Update:
-        self.kept = self.gradients()
+        self.keep()
         return self.inner.update()

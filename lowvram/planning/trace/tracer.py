@@ -101,7 +101,7 @@ def trace_of(
         trace_recorder.set_kinds(rig)
         for fix in rig.heaviest[choice : choice + 1]:
             fix()
-        rig = as_plain_loop(rig, knobs, target.row) if target.is_plain_loop else rig
+        rig = rig if target.zero_grad is None else as_plain_loop(rig, knobs, target.row, target.zero_grad)
 
         def make_batch() -> Part:
             return problem.as_loaded(example(problem.spec, most_in_slice(batch_size, target.num_data_ranks), known))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import BadInput
+from lowvram.config.settings import ZERO_GRADS
 from lowvram.core.ledger import ledger
 from lowvram.core.row_shape import RowShape
 from lowvram.planning.trace.plain_loop import check_is_plain
@@ -42,22 +43,31 @@ def samples(name: str) -> tuple[Tensor, Tensor]:
     return torch.randn(number, width), torch.randint(num_classes, (number,))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, device: torch.device) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, device: torch.device, zero_grad: str = ""
+) -> None:
     """Four steps of a plain loop."""
     for _ in range(4):
         inputs, targets = (each.to(device, copy=True) for each in samples(name))
+        if zero_grad == "before_forward":
+            optimizer.zero_grad()
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, targets)
-        optimizer.zero_grad()
+        if zero_grad in ("", "before_backward"):
+            optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if zero_grad == "after_step":
+            optimizer.zero_grad()
 
 
-def planned(name: str, optimizer: str, device: str, loop: str) -> int:
+def planned(name: str, optimizer: str, device: str, loop: str, zero_grad: str | None = None) -> int:
     """The allocated bytes, without workspaces that stay in a process."""
     inputs, targets = samples(name)
     task = lowvram.task(MODELS[name][0](), inputs[:2])
-    plan = lowvram.plan(task, targets[:2], len(inputs), KNOBS.format(optimizer), device=device, loop=loop)
+    plan = lowvram.plan(
+        task, targets[:2], len(inputs), KNOBS.format(optimizer), device=device, loop=loop, zero_grad=zero_grad
+    )
     workspaces = (line["bytes"] for line in plan["lines"] if line["name"].startswith("cuBLAS workspace of"))
     return plan["allocated_bytes"] - sum(workspaces)
 
@@ -71,6 +81,21 @@ def test_a_plain_loop_takes_what_is_planned(name: str, optimizer: str) -> None:
         train(model, rule, name, CPU)
     assert planned(name, optimizer, "cpu", "plain") == pytest.approx(peak.peak_bytes, rel=0.01)
     assert planned(name, optimizer, "cpu", "lowvram") < 0.95 * peak.peak_bytes
+
+
+@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_live_until_the_loop_zeroes_them(name: str, zero_grad: str) -> None:
+    model = MODELS[name][0]()
+    rule = torch.optim.SGD(model.parameters(), foreach=False)
+    with ledger(model, rule) as peak:
+        train(model, rule, name, CPU, zero_grad)
+    assert planned(name, "SGD", "cpu", "plain", zero_grad) == pytest.approx(peak.peak_bytes, rel=0.01)
+
+
+def test_where_gradients_are_zeroed_matters() -> None:
+    many = [planned("wide", "SGD", "cpu", "plain", zero_grad) for zero_grad in ZERO_GRADS]
+    assert many[0] > many[1] >= many[2]
 
 
 @needs_gpu[0]
@@ -95,5 +120,9 @@ def test_what_has_no_such_loop_is_refused() -> None:
         lowvram.plan(task, targets[:2], 8, "stepping=in_backward", loop="plain")
     with pytest.raises(BadInput, match="loop='theirs': must be one of lowvram, plain"):
         lowvram.plan(task, targets[:2], 8, loop="theirs")
+    with pytest.raises(BadInput, match="zero_grad='later': must be null or one of before_backward, before_forward"):
+        lowvram.plan(task, targets[:2], 8, loop="plain", zero_grad="later")
+    with pytest.raises(BadInput, match="zero_grad='after_step': must be null unless the loop is plain"):
+        lowvram.plan(task, targets[:2], 8, zero_grad="after_step")
     with pytest.raises(BadInput, match=r"plan\.loop='plain': must be lowvram with a pipeline"):
         check_is_plain({}, RowShape(pipeline=2))
