@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -97,7 +98,11 @@ def test_each_gradient_arrives_once(clip: float | None) -> None:
 def test_number_formats_stay_in_their_bands(precision: str) -> None:
     wanted = trained("none", InDouble(TASK)).gradients
     errors = [relative_error(trained(tile, precision=precision).gradients, wanted) for tile in ("none", TiledBlocks())]
-    assert errors[1] <= 1.1 * errors[0] <= KNOBS["precision", precision].band
+    # Gradients in bf16 are rounded once more with each of 32 samples: to a standard deviation of 2**-9 / 3**0.5 at most
+    # of a sum so far, whose square is half of the whole one's on average.
+    rounding = 2**-9 * math.sqrt(32 / 2 / 3) if precision == "bf16_pure" else 0
+    assert errors[1] <= 1.1 * math.hypot(errors[0], rounding)
+    assert 1.1 * errors[0] <= KNOBS["precision", precision].band
 
 
 @pytest.mark.parametrize("adapter", ["lora", "freeze"])
