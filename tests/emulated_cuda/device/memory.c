@@ -16,7 +16,7 @@ static size_t used_bytes[MAX_CARDS];
 
 static size_t rounded_up(size_t number, size_t unit) { return (number + unit - 1) / unit * unit; }
 
-/* What the CUDA context of a process takes of a card: a setting, as it was measured on none. */
+/* What the CUDA context of a process takes of a card: a setting; scripts/emulated_gpu takes what plans count. */
 static size_t context_bytes(void) { return (size_t)emu_setting("EMULATED_CONTEXT_MIB", 426) << 20; }
 
 size_t emu_free_bytes(int card) {
