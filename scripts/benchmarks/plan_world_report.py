@@ -15,8 +15,10 @@ OTHERS = {"xMem": "xmem_bytes", "DNNMem": "dnnmem_bytes", "SchedTune": "schedtun
 INTRO = """# Plans against the world
 
 What lowvram plans, beside what other people measured on cards that we have never seen, and beside what other tools
-estimated for the same runs. `scripts/benchmarks/plan_world.py` makes this page from committed rows, without a GPU.
-Nothing in the program is fitted to them.
+estimated for the same runs. `scripts/benchmarks/plan_world.py` makes this page from committed rows, without a GPU. No
+number in the program is fitted to these peaks. Two things in it come from these runs all the same: the range of the
+CUDA context, which the peaks leave out, begins with what xMem saw on an RTX 3060; and that the allocator gives memory
+back where a card has no more was mended when a row showed that plans didn't know it.
 
 ## xMem's runs
 
