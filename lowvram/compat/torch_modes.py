@@ -66,3 +66,11 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     a public name, if torch makes one.
     """
     return _python_dispatch._disable_current_modes() if is_in_dispatch_mode() else nullcontext()
+
+
+def without_function_modes() -> AbstractContextManager[object]:
+    """Inside it functions of torch's that Python code calls aren't shown to modes of functions, nor to tensors.
+
+    torch._C.DisableTorchFunction, since 1.13 (modes: since 2.0). Replaced by a public name, if torch makes one.
+    """
+    return torch._C.DisableTorchFunction()

@@ -38,9 +38,9 @@ from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
+from lowvram.planning.trace.computed import FIXED_COLUMNS, sizes_of
 from lowvram.planning.trace.events import BATCH, KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import fake_tensors
-from lowvram.planning.trace.reductions import FIXED, Reduction, sizes_of
 from lowvram.planning.trace.tracer import affects_trace, trace
 from lowvram.tasks import Problem
 
@@ -51,8 +51,6 @@ MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size is asked for
 REACHES = 16, 4  # then the upper end is this many times that size; the second is tried if the first gives no line
 LOSS_BYTES = 4  # of a part: an fp32 number
-# The columns of `Trace.reductions` that don't depend on the batch.
-FIXED_COLUMNS = [0, *(1 + Reduction._fields.index(name) for name in FIXED)]
 
 
 class ScaledTrace(NamedTuple):
@@ -251,15 +249,15 @@ class Line:
     samples: int  # of a part of `trace`
     slope: torch.Tensor  # (events,) int64: the growth of `Trace.num_bytes` per further sample
     work_slope: torch.Tensor  # (operators, columns) int64: that of `Trace.work`
-    reductions_slope: torch.Tensor  # (reductions, columns) int64: that of `Trace.reductions`
+    computed_slope: torch.Tensor  # (pairs, columns) int64: that of `Trace.computed`
     card: Card | None
 
     def at(self, samples: int) -> Trace:
         more = samples - self.samples
         num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
-        if self.card is not None:  # reductions' buffers aren't affine in the samples, so they are computed anew
-            reductions = self.trace.reductions + self.reductions_slope * more
-            births, sizes = reductions[:, 0], sizes_of(self.card, reductions[:, 1:])
+        if self.card is not None:
+            computed = self.trace.computed + self.computed_slope * more
+            births, sizes = computed[:, 0], sizes_of(self.card, computed)
             num_bytes[births], num_bytes[births + 1] = sizes.unbind(1)
         return self.trace.sized(num_bytes, work)
 
@@ -277,17 +275,17 @@ def line_through(traced: Mapping[int, Trace], card: Card | None = None) -> Line 
         return "tensors live and die in another order at another batch size"
     if not torch.equal(one.work[:, : Column.FLOPS], other.work[:, : Column.FLOPS]):
         return "other operators run at another batch size"
-    reductions_slope = even_slope(one.reductions, other.reductions, second - first)
+    computed_slope = even_slope(one.computed, other.computed, second - first)
     work_slope = even_slope(one.work, other.work, second - first)
-    slope = even_slope(without_buffers(one), without_buffers(other), second - first)
-    if slope is None or work_slope is None or reductions_slope is None or reductions_slope[:, FIXED_COLUMNS].any():
+    slope = even_slope(without_computed(one), without_computed(other), second - first)
+    if slope is None or work_slope is None or computed_slope is None or computed_slope[:, FIXED_COLUMNS].any():
         return "sizes don't grow evenly with the batch"
-    return Line(one, first, slope, work_slope, reductions_slope, card)
+    return Line(one, first, slope, work_slope, computed_slope, card)
 
 
-def without_buffers(trace: Trace) -> torch.Tensor:
-    """The bytes of a trace's events, without those of the buffers of reductions."""
-    num_bytes, births = trace.num_bytes.clone(), trace.reductions[:, 0]
+def without_computed(trace: Trace) -> torch.Tensor:
+    """The bytes of a trace's events, without those that don't grow evenly."""
+    num_bytes, births = trace.num_bytes.clone(), trace.computed[:, 0]
     num_bytes[births] = num_bytes[births + 1] = 0
     return num_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
 MARGIN = 0.1  # for devices for which the error of plans isn't known
+# The second: the model lacks what a knob needs, or knobs conflict; the last: a value is out of range.
+CANT_BE_HAD = (CantPlan, Incompatible, BadInput)
 GENERIC = "generic"  # of conf/data_sheets: what plan.device=auto stands for if this machine has no card
 
 
@@ -52,6 +54,20 @@ GENERIC = "generic"  # of conf/data_sheets: what plan.device=auto stands for if 
 @dataclass(frozen=True)
 class Plan:
     """conf/mode/plan.yaml: points are planned by a `Planner` and don't run."""
+
+
+class PlanJob(NamedTuple):
+    """A point to be planned by whichever process (helpers.py): its device is known, and needn't be there."""
+
+    settings: Settings
+    choices: Mapping[str, str]
+    plan_device: PlanDevice
+
+    @property
+    def kind(self) -> str:
+        """The same for points that share traces: all but their numbers of parts and samples."""
+        groups = {name: value for name, value in self.settings.groups.items() if name != "accum"}
+        return repr((groups, self.plan_device.num_ranks, self.plan_device.row))
 
 
 @final
@@ -67,29 +83,22 @@ class Planner:
 
     def fields(self, settings: Settings, choices: Mapping[str, str]) -> Fields:
         """The fields of the row of a point that is only planned, for the device `plan.device`."""
-        return self.plan_or_reason(settings, choices, lambda: plan_device_of(settings))
-
-    def fields_here(self, settings: Settings, choices: Mapping[str, str], num_launched: int | None = None) -> Fields:
-        """The same for a point that will run on this machine.
-
-        Args:
-            num_launched: the number of ranks that torchrun has started; None: torchrun isn't used.
-        """
-        return self.plan_or_reason(settings, choices, lambda: plan_device_here(settings, num_launched))
-
-    def plan_or_reason(
-        self, settings: Settings, choices: Mapping[str, str], find_plan_device: Callable[[], PlanDevice]
-    ) -> Fields:
-        """A plan; or the reason why there is none, with advice for the case that memory runs out."""
         try:
-            plan_device = find_plan_device()
-            try:
-                return {"status": "ok", **self.planned(settings, choices, plan_device)}
-            except CantPlan as error:
-                advice = advice_for(None, settings, choices, plan_device.target, lambda asked: {})
-                return {"status": "error", "reason": str(error), "advice": advice}
+            job = self.job(settings, choices, plan_device_of(settings))
         except (BadInput, Incompatible) as error:
-            return {"status": "incompatible", "reason": str(error)}
+            return refused(error)
+        return fields_of(job, self.plan_or_error(job))
+
+    def job(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> PlanJob:
+        """The point as a process without its device plans it."""
+        return PlanJob(settings, choices, replace(self.with_rates(plan_device, settings, choices), here=None))
+
+    def plan_or_error(self, job: PlanJob) -> Fields | Exception:
+        """What `planned` returns, or raises where there is no plan."""
+        try:
+            return self.planned(*job)
+        except CANT_BE_HAD as error:
+            return error
 
     def planned(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         """The fields about the model and its plan; where the plan is to choose something, of what it has chosen.
@@ -128,7 +137,7 @@ class Planner:
         problem, knobs = self.problem(settings), named_knobs(settings, choices)
         passes = passes_of(knobs.values(), plan_device.row, settings.groups["accum"].parts)
         num_stages = 1 if passes is None else 1 + max(each.stage for order in passes for each in order)
-        rates = self.with_rates(plan_device, settings, choices).rates or DataSheet(plan_device.device)
+        rates = plan_device.rates or DataSheet(plan_device.device)
         known = self.scaler(problem, plan_device.target).known_model()
         return About(settings.groups[left.group], known, block_names(problem, knobs), num_stages, rates)
 
@@ -137,7 +146,6 @@ class Planner:
         target = plan_device.target
         stages, problem = self.stages(settings, choices, target), self.problem(settings)
         knobs, scaler = named_knobs(settings, choices), self.scaler(problem, target)
-        plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
         passes = passes_of(knobs.values(), target.row, settings.groups["accum"].parts)
         pipeline = None if passes is None else Pipeline([each.trace for each in stages], passes)
@@ -209,6 +217,19 @@ class Planner:
         if key not in self.models:
             self.models[key] = skeleton(problem, knobs)
         return self.models[key]
+
+
+def fields_of(job: PlanJob, outcome: Fields | Exception) -> Fields:
+    """The fields of a row: a plan; or the reason why there is none, with advice for the case that memory runs out."""
+    if isinstance(outcome, CantPlan):
+        advice = advice_for(None, job.settings, job.choices, job.plan_device.target, lambda asked: {})
+        return {"status": "error", "reason": str(outcome), "advice": advice}
+    return refused(outcome) if isinstance(outcome, Exception) else {"status": "ok", **outcome}
+
+
+def refused(error: Exception) -> Fields:
+    """The fields of the row of a point that can't be had."""
+    return {"status": "incompatible", "reason": str(error)}
 
 
 def largest(stages: Sequence[ScaledTrace]) -> ScaledTrace:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple, final
@@ -39,7 +40,7 @@ class Space:
     knobs: Mapping[Option, Knob]  # of all options, including those in use
     pairs: frozenset[frozenset[Option]]  # that are incompatible
 
-    @property
+    @cached_property
     def names(self) -> dict[str, list[str]]:
         """By group, the option in use first."""
         others = {group: [name for one, name in self.knobs if one == group] for group in self.base}
@@ -68,6 +69,11 @@ class Space:
             options = dict(zip(self.names, chosen, strict=True))
             if self.is_compatible(options):
                 yield options
+
+    @cached_property
+    def num_compatible(self) -> int:
+        """How many combinations are compatible."""
+        return sum(1 for _ in self.combinations())
 
     def changes(self, options: Options) -> Options:
         """Those of the options that are not in use."""
@@ -115,26 +121,35 @@ class Estimate(NamedTuple):
     least_bytes: float
 
 
-def estimate(options: Options, base: Plan, singles: Mapping[Option, Plan]) -> Estimate:
-    """Estimate a combination from the plan of the options in use (`base`) and those with one other option each."""
-    changes = [singles[option] for option in options.items() if option in singles]
-    times = [change["step_ms"] / base["step_ms"] for change in changes]
-    share = sum(kind_bytes(kind, base, changes) for kind in counted(base)) / sum(counted(base).values())
-    fixed_bytes = outside_bytes(base)
-    least_bytes = fixed_bytes + (base["least_vram_bytes"] - fixed_bytes) * share
-    return Estimate(options, len(changes), base["step_ms"] * prod(times), least_bytes)
+@final
+class Estimator:
+    """Estimates combinations from the plan of the options in use (`base`) and those with one other option each."""
+
+    def __init__(self, base: Plan, singles: Mapping[Option, Plan]) -> None:
+        self.step_ms, self.outside_bytes = base["step_ms"], outside_bytes(base)
+        self.inside_bytes = base["least_vram_bytes"] - self.outside_bytes
+        self.times = {option: plan["step_ms"] / base["step_ms"] for option, plan in singles.items()}
+        self.base_kinds = counted(base)
+        self.kinds = {option: counted(plan) for option, plan in singles.items()}
+
+    def estimate(self, options: Options) -> Estimate:
+        changes = [option for option in options.items() if option in self.times]
+        estimated = sum(self.kind_bytes(kind, changes) for kind in self.base_kinds)
+        share = estimated / sum(self.base_kinds.values())
+        step_ms = self.step_ms * prod(self.times[option] for option in changes)
+        return Estimate(options, len(changes), step_ms, self.outside_bytes + self.inside_bytes * share)
+
+    def kind_bytes(self, kind: str, changes: Sequence[Option]) -> float:
+        """The bytes of a kind: those of the options in use times each option's factor; if these have none, the sum over
+        the options."""
+        before, after = self.base_kinds[kind], [self.kinds[option][kind] for option in changes]
+        return before * prod(size / before for size in after) if before else float(sum(after))
 
 
 def outside_bytes(plan: Plan) -> float:
     """What the process needs beside the memory of tensors, such as CUDA's context: no option makes it smaller."""
     of_tensors = plan["allocated_bytes"] if plan["reserved_bytes"] is None else plan["reserved_bytes"]
     return max(0, plan["least_vram_bytes"] - of_tensors)
-
-
-def kind_bytes(kind: str, base: Plan, changes: Sequence[Plan]) -> float:
-    """The bytes of a kind: those of `base` times each option's factor; if `base` has none, the sum over the options."""
-    before, after = counted(base)[kind], [counted(change)[kind] for change in changes]
-    return before * prod(size / before for size in after) if before else float(sum(after))
 
 
 def useless(base: Plan, single: Plan) -> str | None:

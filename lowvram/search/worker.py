@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from lowvram.config.errors import BadInput, Incompatible
@@ -15,31 +12,27 @@ from lowvram.config.registry import knob_of, neutral_options
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.knob import Exactness, Knob
 from lowvram.loops.noise_scale import noise_of
-from lowvram.planning.estimate import Fields, PlanDevice
-from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner
+from lowvram.planning.estimate import Fields
+from lowvram.planning.worker import CANT_BE_HAD
 from lowvram.results.row import MIB, size_text
-from lowvram.search.meshes import ACCUM, SHARDING, Meshes, meshes_of
+from lowvram.search.exploring import explore
+from lowvram.search.meshes import ACCUM, SHARDING, meshes_of
+from lowvram.search.plan_cache import PlanCache
+from lowvram.search.ranking import ranked
 from lowvram.search.space import (
     Estimate,
+    Estimator,
     Option,
     Options,
     Plan,
     Space,
-    estimate,
-    outside_bytes,
     space_of,
     useless,
     variants_of,
 )
 
-MOST_PLANS = 40  # of combinations, beside those of single options
-MEMORY_SLACK = 1.1  # combinations are planned if their tensors take at most this many times their room, as estimated
-TIME_SLACK = 1.05  # and if their estimated time is at most this many times that of the last of the best
-NUM_LEANEST = 8  # combinations of least memory that are planned before the search says that nothing fits
 NUM_BARELY_FITTING = 2  # that are measured at most where nothing fits with its margin
 NUM_NAMED = 5  # combinations that are too large and that the account names
-CANT_BE_HAD = (CantPlan, Incompatible, BadInput)  # the second: the model lacks what it needs; the last: too few samples
 Refused = dict[Option, str]
 
 
@@ -47,57 +40,6 @@ Refused = dict[Option, str]
 @dataclass(frozen=True)
 class Search:
     """conf/mode/search.yaml. `search` finds candidates in a child, and the parent runs the best ones as points."""
-
-
-@final
-@dataclass
-class PlanCache:
-    """The plans of combinations, each made once."""
-
-    planner: Planner
-    settings: Settings
-    choices: Mapping[str, str]
-    plan_device: PlanDevice
-    on_plan: Callable[[int], object]  # called with the number of plans after each new one
-    is_measured: bool = False  # whether the best candidates are measured, on this machine
-    meshes: Meshes | None = None  # over which points are spread; None: they take one device
-    plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
-
-    def plan(self, space: Space, options: Options) -> Plan:
-        """The plan of a combination, as in a row, and under "changes" the options in it that aren't in use."""
-        key = tuple(options.values())
-        if key not in self.plans:
-            knobs = {group: space.knobs[group, name] for group, name in options.items()}
-            choices, plan_device, changes = {**self.choices, **options}, self.plan_device, space.changes(options)
-            if self.meshes is not None:
-                words = options[SHARDING]
-                knobs, choices = {**knobs, **self.meshes.knobs[words]}, {**choices, **self.meshes.choices[words]}
-                plan_device, changes = self.meshes.spread(words, plan_device), {SHARDING: words, **changes}
-            whole = replace(self.settings, groups=self.settings.groups | knobs)
-            plan = self.planner.planned(whole, choices, plan_device)["plan"]
-            self.plans[key] = {**plan, "changes": changes}
-            self.on_plan(len(self.plans))
-        return self.plans[key]
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Over how many ranks the samples of a batch are shared out at least."""
-        return 1 if self.meshes is not None else self.plan_device.target.num_data_ranks
-
-    @property
-    def fitting(self) -> list[Plan]:
-        return [plan for plan in self.plans.values() if plan["fits"]]
-
-    @property
-    def counts_barely_fitting(self) -> bool:
-        """Whether plans that fit only without their margin may be measured: `vram` limits what a probe allocates, so
-        its run shows whether it fits. A margin that the user has typed holds."""
-        settings = self.settings
-        return self.is_measured and settings.vram_bytes is not None and settings.plan.margin is None
-
-    @property
-    def barely_fitting(self) -> list[Plan]:
-        return [plan for plan in self.plans.values() if self.counts_barely_fitting and fits_barely(plan)]
 
 
 def search(cache: PlanCache, pinned: Collection[str]) -> Fields:
@@ -123,6 +65,7 @@ def search(cache: PlanCache, pinned: Collection[str]) -> Fields:
     base = cache.plan(space, space.base)
     check(base)
     singles: dict[Option, Plan] = {}
+    cache.prepare(space, (options for _, options in space.singles()))
     for option, options in space.singles():
         try:
             singles[option] = cache.plan(space, options)
@@ -131,7 +74,7 @@ def search(cache: PlanCache, pinned: Collection[str]) -> Fields:
     refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
     useful = space.without(refused)
     num_wanted = cache.settings.search.probes
-    estimates = [estimate(options, base, singles) for options in useful.combinations()]
+    estimates = [*map(Estimator(base, singles).estimate, useful.combinations())]
     explore(cache, useful, estimates, num_wanted)
     first, refusal = measured_first(cache), None
     if not cache.fitting:
@@ -235,90 +178,6 @@ def check(base: Plan) -> None:
         raise BadInput("plan.device", base["device"], allowed)
 
 
-def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
-    """Plan the combinations that should fit, those with the shortest estimated time first, until the next ones would be
-    slower than the best `num_wanted` found. If nothing fits, plan those with the least estimated memory."""
-    base = cache.plan(space, space.base)
-    outside = outside_bytes(base)
-    sizes, times = size_ratios(cache, estimates, outside), [1.0]  # planned / estimated, so far
-    num_tried = 0
-    latest_ms = late_ms(cache.fitting, num_wanted)
-    for combination in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
-        step_ms = combination.step_ms * median(times)
-        if step_ms > latest_ms or num_tried == MOST_PLANS:
-            break
-        is_pointless = adds_nothing(space.changes(combination.options), step_ms, cache.fitting)
-        ratios = sizes[combination.options.get(SHARDING)]
-        least_bytes = outside + (combination.least_bytes - outside) * median(ratios)
-        if least_bytes <= room_bytes(cache, base, step_ms) and not is_pointless:
-            num_tried += 1
-            try:
-                plan = cache.plan(space, combination.options)
-            except CANT_BE_HAD:
-                continue
-            ratios.append(tensors_share(plan["least_vram_bytes"], combination.least_bytes, outside))
-            times.append(plan["step_ms"] / combination.step_ms)
-            latest_ms = late_ms(cache.fitting, num_wanted)
-    if not cache.fitting:
-        for combination in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
-            with suppress(*CANT_BE_HAD):
-                cache.plan(space, combination.options)
-
-
-def size_ratios(cache: PlanCache, estimates: Sequence[Estimate], outside: float) -> dict[str | None, list[float]]:
-    """Of each mesh, planned by estimated memory of tensors: of what has been planned of it so far."""
-    found = defaultdict[str | None, list[float]](lambda: [1.0])
-    for each in estimates if cache.meshes is not None else ():
-        if plan := cache.plans.get(tuple(each.options.values())):
-            found[each.options[SHARDING]].append(tensors_share(plan["least_vram_bytes"], each.least_bytes, outside))
-    return found
-
-
-def room_bytes(cache: PlanCache, base: Plan, step_ms: float) -> float:
-    """The estimated memory up to which a combination is planned: its margin must fit, too. Where plans may be measured
-    that fit only without their margin, it needn't, as long as nothing as fast has been found that fits or barely fits:
-    of such plans only the fastest is measured."""
-    is_fastest = all(step_ms < plan["step_ms"] for plan in (*cache.fitting, *cache.barely_fitting))
-    margin = 0 if cache.counts_barely_fitting and is_fastest else base["margin"]
-    room, outside = base["budget_bytes"] / (1 + margin), outside_bytes(base)
-    return outside + MEMORY_SLACK * max(0.0, room - outside)
-
-
-def tensors_share(planned_bytes: float, estimated_bytes: float, outside: float) -> float:
-    """Planned by estimated memory, without what no option changes."""
-    estimated = estimated_bytes - outside
-    return (planned_bytes - outside) / estimated if estimated > 0 and planned_bytes > outside else 1.0
-
-
-def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
-    """The estimated time of a step above which a combination can't be among the best `num_wanted`."""
-    useful, _ = split_by_use(fitting)
-    return TIME_SLACK * useful[num_wanted - 1]["step_ms"] if len(useful) >= num_wanted else math.inf
-
-
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """The useful ones, the fastest first; then those of no use (see `split_by_use`)."""
-    useful, needless = split_by_use(plans)
-    return [*useful, *needless]
-
-
-def split_by_use(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Plans that fit, the fastest first, in two lists: useful ones, and those with changes that aren't needed, since
-    another one with fewer of these changes fits as well and is no slower."""
-    ordered = sorted(plans, key=lambda plan: (plan["step_ms"], len(plan["changes"]), plan["least_vram_bytes"]))
-    useful: list[Plan] = []
-    needless: list[Plan] = []
-    for plan in ordered:
-        is_needless = adds_nothing(plan["changes"], plan["step_ms"], useful)
-        (needless if is_needless else useful).append(plan)
-    return useful, needless
-
-
-def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> bool:
-    """Whether a plan with fewer of these changes fits as well, and is no slower."""
-    return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
-
-
 def measured_first(cache: PlanCache) -> list[Plan]:
     """Of the plans that fit only without their margin, those that are measured first: the fastest one, if it is faster
     than all that fit. If nothing fits: those of least memory."""
@@ -326,14 +185,6 @@ def measured_first(cache: PlanCache) -> list[Plan]:
     if not fitting:
         return sorted(barely_fitting, key=lambda plan: plan["least_vram_bytes"])[:NUM_BARELY_FITTING]
     return [plan for plan in barely_fitting[:1] if plan["step_ms"] < fitting[0]["step_ms"]]
-
-
-def fits_barely(plan: Plan) -> bool:
-    """Whether a plan fits into `vram`, but not with its margin. The host's memory must fit with its margin: nothing
-    limits how much of it a probe takes."""
-    host_bytes = (plan["host_bytes"] or 0) * (1 + plan["margin"])
-    fits_host = host_bytes <= (plan["host_budget_bytes"] or math.inf)
-    return not plan["fits"] and plan["least_vram_bytes"] <= plan["budget_bytes"] and fits_host
 
 
 def account(
@@ -344,7 +195,7 @@ def account(
     Args:
         first: plans that fit only without their margin and that are measured first.
     """
-    num_fitting, num_clashing = len(cache.fitting), space.size - sum(1 for _ in space.combinations())
+    num_fitting, num_clashing = len(cache.fitting), space.size - space.num_compatible
     lines = [
         f"{space.size} combinations of {', '.join(space.names)}: {num_clashing} can't be had together, "
         f"{len(estimates)} were estimated, {len(cache.plans)} planned, {num_fitting} of these fit"

@@ -4,13 +4,14 @@ of a row, and may tell events before. `Runner.ask` takes its name."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from omegaconf import OmegaConf
 
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.settings import Settings, check_batch_size, settings
 from lowvram.core.device import choose_device, visible_cards
 from lowvram.core.fact import Fact
@@ -19,17 +20,37 @@ from lowvram.loops.session import Events
 from lowvram.loops.setup import acting_allocator, check_cards, row_of, wanted_ranks
 from lowvram.loops.user_metrics import user_metrics
 from lowvram.planning.cache import TraceCache
+from lowvram.planning.helpers import Helpers, num_helpers
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate as measure_rates
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
+from lowvram.planning.worker import (
+    CANT_BE_HAD,
+    PlanJob,
+    Planner,
+    fields_of,
+    plan_device_here,
+    plan_device_of,
+    refused,
+)
 from lowvram.results.row import GIB, Status
+from lowvram.search.exploring import MOST_PLANS
 from lowvram.search.largest import Tried, largest_that_fits, tried
-from lowvram.search.worker import PlanCache, Search
+from lowvram.search.plan_cache import PlanCache
+from lowvram.search.worker import Search
 from lowvram.search.worker import search as find_candidates
 
 Fields = dict[str, Any]
 Point = Mapping[str, Any]  # see planning/client.py, `request_for`
+
+
+class ToPlan(Events, Protocol):
+    """Sends the events of plans."""
+
+    @property
+    def is_child(self) -> bool:
+        """Whether this is a process of its own, which may be copied; False in the user's own (process=inline)."""
+        ...
 
 
 def check(events: Events, configs: list[dict[str, Any]], jobs: str = "1") -> Fields:
@@ -91,24 +112,59 @@ def probe_cards(events: Events, config: dict[str, Any], jobs: str) -> Fields:
     return {"status": "ok", "cards": cards, "kinds": sorted(kinds)}
 
 
-def plan(events: Events, points: list[Point]) -> Fields:
-    """Plan point after point, and send each plan as soon as it is made."""
+def plan(events: ToPlan, points: list[Point]) -> Fields:
+    """Plan points, several at once, and send each plan as soon as it is made."""
     planner = Planner(TraceCache(), Calibrations())
-    for index, point in enumerate(points):
-        events("planned", index=index, fields=planned(planner, point))
+    checked = [whole_of(point) for point in points]
+    with helpers_for(events, planner, [each for each in checked if isinstance(each, Settings)], len(points)) as helpers:
+        jobs = [job_of(planner, *each) for each in zip(points, checked, strict=True)]
+        left = dict[int, PlanJob]()
+        for index, job in enumerate(jobs):
+            if isinstance(job, PlanJob):
+                left[index] = job
+            else:
+                events("planned", index=index, fields=job)
+        indices = [*left]
+        for place, outcome in helpers.answers([*left.values()]):
+            events("planned", index=indices[place], fields=fields_of(left[indices[place]], outcome))
     return {"status": "ok"}
+
+
+def helpers_for(events: ToPlan, planner: Planner, wholes: Sequence[Settings], num_plans: int) -> Helpers:
+    """Copies of this process that make so many plans. What the points read is opened before: once, not by each copy."""
+    num = num_helpers(num_plans) if events.is_child else 0
+    for whole in wholes if num else ():
+        with suppress(*CANT_BE_HAD):  # whoever plans the point tells it
+            planner.data(whole)
+    return Helpers(num, planner.plan_or_error)
+
+
+def whole_of(point: Point) -> Settings | Fields:
+    """The configuration of a point, built; or the fields of its row, if something in it can't be used."""
+    try:
+        whole = settings(point["config"])
+        whole.check_paths()
+    except BadInput as error:  # of this point alone
+        return refused(error)
+    return whole
+
+
+def job_of(planner: Planner, point: Point, whole: Settings | Fields) -> PlanJob | Fields:
+    """What is to be planned; or the fields of the point's row, if that is known already."""
+    if not isinstance(whole, Settings):
+        return whole
+    launch = point["launch"]
+    try:
+        device = plan_device_here(whole, launch and launch["num_ranks"]) if point["is_real"] else plan_device_of(whole)
+        return planner.job(whole, point["choices"], device)
+    except (BadInput, Incompatible) as error:
+        return refused(error)
 
 
 def planned(planner: Planner, point: Point) -> Fields:
     """The fields of a plan in the row of one point."""
-    try:
-        whole, launch = settings(point["config"]), point["launch"]
-        whole.check_paths()
-    except BadInput as error:  # of this point alone
-        return {"status": Status.INCOMPATIBLE.value, "reason": str(error)}
-    if not point["is_real"]:
-        return planner.fields(whole, point["choices"])
-    return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
+    job = job_of(planner, point, whole_of(point))
+    return fields_of(job, planner.plan_or_error(job)) if isinstance(job, PlanJob) else job
 
 
 def calibrate(events: Events, point: Point) -> Fields:
@@ -121,23 +177,26 @@ def calibrate(events: Events, point: Point) -> Fields:
     return {"status": "ok"}
 
 
-def search(events: Events, point: Point, pinned: list[str]) -> Fields:
+def search(events: ToPlan, point: Point, pinned: list[str]) -> Fields:
     """Find the candidates of a search; sends an event for each plan that was made."""
     whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
     alone = replace(whole, root=replace(whole.root, devices=None))  # the search itself spreads points
-    plan_device = plan_device_here(alone) if point["is_real"] else plan_device_of(alone)
-    cache = PlanCache(
-        planner,
-        whole,
-        point["choices"],
-        plan_device,
-        lambda num_plans: events("searched", num_plans=num_plans),
-        is_measured=point["is_real"],
-    )
-    try:
-        events("found", **find_candidates(cache, pinned))
-    except CantPlan as error:
-        return {"status": "error", "reason": f"{error}; a search needs plans: mode=measure runs a point without one"}
+    with helpers_for(events, planner, [whole], MOST_PLANS) as helpers:
+        plan_device = plan_device_here(alone) if point["is_real"] else plan_device_of(alone)
+        cache = PlanCache(
+            planner,
+            whole,
+            point["choices"],
+            plan_device,
+            lambda num_plans: events("searched", num_plans=num_plans),
+            is_measured=point["is_real"],
+            helpers=helpers,
+        )
+        try:
+            events("found", **find_candidates(cache, pinned))
+        except CantPlan as error:
+            reason = f"{error}; a search needs plans: mode=measure runs a point without one"
+            return {"status": "error", "reason": reason}
     return {"status": "ok"}
 
 

@@ -74,6 +74,8 @@ class Events:
         fd: the file; None: an answer has none.
     """
 
+    is_child = False
+
     def __init__(self, on_event: Listener, fd: int | None) -> None:
         self._on_event, self._fd = on_event, fd
 

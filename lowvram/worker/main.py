@@ -56,6 +56,8 @@ class Events:
         is_alone: whether nobody follows the run.
     """
 
+    is_child = True
+
     def __init__(self, outlets: Outlets, rank: int, is_alone: bool = False) -> None:
         self._outlets, self._rank, self._is_alone = outlets, rank, is_alone
         self.so_far: RowSoFar | None = None  # of the run, once it is known

@@ -96,3 +96,25 @@ def test_a_counting_mode_sees_higher_order_operators() -> None:
     assert TorchDispatchMode.supports_higher_order_operators is False
     assert TorchDispatchMode.ignore_compile_internals() is False
     assert CountingMode.ignore_compile_internals() is True
+
+
+@needed("torch._C.DisableTorchFunction", by="trials without memory")
+def test_functions_can_be_called_unseen() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    from lowvram.compat.torch_modes import without_function_modes
+
+    seen: list[str] = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    values = torch.ones(2)
+    with Seeing():
+        with without_function_modes():
+            torch.neg(values)
+        assert seen == []
+        torch.neg(values)
+    assert seen == ["neg"]

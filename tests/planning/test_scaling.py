@@ -128,6 +128,22 @@ def test_a_much_larger_batch_takes_no_further_trace(num_traced: Callable[[], int
     assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 200).sums()
 
 
+@pytest.mark.parametrize("choices", [{}, {"precision": "bf16", "ckpt": "every1"}], ids=str)
+def test_temporary_memory_that_does_not_grow_evenly_takes_no_further_trace(
+    choices: dict[str, str | Knob], num_traced: Callable[[], int]
+) -> None:
+    """That of the gradients of embeddings and norms: with many tokens their kernels work otherwise."""
+    scaler, knobs = TraceScaler(PROBLEMS["transformer"], H100), without_accum(**choices)
+    for batch_size in (8, 10_000, 7, 100, 251, 1_001, 6_001, 9_999):
+        scaled = scaler.trace(knobs, 1, batch_size)
+        assert scaled.why_direct is None
+        direct = traced(PROBLEMS["transformer"], knobs, 1, batch_size)
+        assert scaled.trace.sums() == direct.sums()
+        asked, wanted = (sorted(size for _, size, _ in each.requests() if size) for each in (scaled.trace, direct))
+        assert asked == wanted
+    assert num_traced() <= 4
+
+
 def test_where_there_is_no_line_to_the_farther_end_there_may_be_one_to_the_nearer(
     num_traced: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

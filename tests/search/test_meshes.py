@@ -13,12 +13,13 @@ from transformers import LlamaConfig
 from lowvram.config.errors import BadInput
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice
-from lowvram.planning.worker import Planner
+from lowvram.planning.worker import CANT_BE_HAD, Planner
 from lowvram.results.row import MIB
 from lowvram.search.meshes import Mesh, every_mesh
+from lowvram.search.plan_cache import PlanCache
 from lowvram.search.result import with_changes
 from lowvram.search.space import Plan
-from lowvram.search.worker import CANT_BE_HAD, PlanCache, offered_over_meshes, search, spread
+from lowvram.search.worker import offered_over_meshes, search, spread
 from tests.calls import TINY, TINY_RESNET, Outcome
 from tests.planning.test_worker import composed
 from tests.tiers import first_of

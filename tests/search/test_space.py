@@ -6,7 +6,7 @@ import pytest
 
 from lowvram.config.registry import knob_of, ready_options
 from lowvram.core.device import absent_from
-from lowvram.search.space import Plan, Space, estimate, space_of, useless
+from lowvram.search.space import Estimator, Plan, Space, space_of, useless
 
 ABSENT = absent_from(None, 1, "the CPU")
 SIZES = {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 600, "host": 0}
@@ -60,10 +60,10 @@ def test_singles_stand_beside_the_base() -> None:
 def test_an_estimate_takes_factors_of_what_there_is() -> None:
     half, small = plan(8.0, 800, activations=300), plan(15.0, 620, activations=120)
     singles = {("precision", "bf16"): half, ("ckpt", "every1"): small}
-    alone = estimate({"precision": "bf16", "ckpt": "none"}, plan(), singles)
+    alone = Estimator(plan(), singles).estimate({"precision": "bf16", "ckpt": "none"})
     assert alone.step_ms == 8.0
     assert alone.least_bytes == pytest.approx(100 + 700)
-    both = estimate({"precision": "bf16", "ckpt": "every1"}, plan(), singles)
+    both = Estimator(plan(), singles).estimate({"precision": "bf16", "ckpt": "every1"})
     assert both.num_changes == 2
     assert both.step_ms == pytest.approx(12.0)
     assert both.least_bytes == pytest.approx(100 + 400 + 60)
@@ -72,9 +72,9 @@ def test_an_estimate_takes_factors_of_what_there_is() -> None:
 def test_the_host_s_memory_is_none_of_a_card() -> None:
     away = plan(12.0, 500, activations=10, host=600)
     options, option = {"offload": "activations"}, ("offload", "activations")
-    assert estimate(options, plan(), {option: away}).least_bytes < 600
+    assert Estimator(plan(), {option: away}).estimate(options).least_bytes < 600
     on_cpu, away_on_cpu = {**plan(), "reserved_bytes": None}, {**away, "reserved_bytes": None}
-    assert estimate(options, on_cpu, {option: away_on_cpu}).least_bytes > 1000
+    assert Estimator(on_cpu, {option: away_on_cpu}).estimate(options).least_bytes > 1000
 
 
 def test_only_what_saves_or_is_faster_is_of_use() -> None:

@@ -13,15 +13,14 @@ from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_of
 from lowvram.results.row import MIB
+from lowvram.search.exploring import explore
+from lowvram.search.plan_cache import PlanCache, fits_barely
+from lowvram.search.ranking import ranked
 from lowvram.search.space import Estimate, Plan
 from lowvram.search.worker import (
-    PlanCache,
-    explore,
-    fits_barely,
     measured_first,
     nothing_fits,
     offered,
-    ranked,
     search,
     usual_groups,
 )

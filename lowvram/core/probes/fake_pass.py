@@ -18,6 +18,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core.changes import Look
+from lowvram.core.fake_cache import CachedOperators
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.mesh import tell
 from lowvram.core.model_copies import copied
@@ -46,6 +47,7 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any,
             torch.device("cpu"),  # whatever torch.set_default_device says
             alone,
             (GuessingFakeTensorMode if guesses else FakeTensorMode)(allow_non_fake_inputs=True) as mode,
+            CachedOperators(mode),
             unchanged(model),
         ):
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))

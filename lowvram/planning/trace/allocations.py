@@ -7,9 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from lowvram.core.device import Card
-from lowvram.planning.trace.reductions import Reduction
-
-FP32_BYTES = 4
+from lowvram.planning.trace.computed import Computed
 
 
 class Result(Enum):
@@ -30,7 +28,7 @@ class Kept(NamedTuple):
 
 # Bytes, allocated in this order and freed, but for results, in the opposite one. Those of an inner sequence are freed
 # before the next item is allocated. Where no result is named, the results come first.
-Allocations = Sequence["int | Reduction | Kept | Result | Allocations"]
+Allocations = Sequence["int | Computed | Kept | Result | Allocations"]
 Rule = Callable[[Card, Sequence[Any], Mapping[str, Any]], Allocations]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from lowvram.core.device import Card
 from lowvram.planning.memory.segments import rounded_up
-from lowvram.planning.trace.allocations import FP32_BYTES, RESULT, Allocations, Kept, Result, argument
+from lowvram.planning.trace.allocations import RESULT, Allocations, Kept, Result, argument
 from lowvram.planning.trace.attention import AMPERE, SIXTEEN_BIT, SMALL_SHARED_MEMORY
+from lowvram.planning.trace.reductions import FP32_BYTES
 
 LOCK_BYTES, MOST_AT_WORK = 16, 200  # of the memory-efficient kernel; thread blocks over all heads
 

@@ -68,7 +68,7 @@ class Trace:
     streams: Tensor  # (storages,) int64: the stream on which each was asked for; 0: the default one
     second_step: int  # the first event of the second step: by then the optimizer's state exists
     first_matmuls: list[int]  # births of the first matrix product in each thread; cuBLAS then allocates a workspace
-    reductions: Tensor  # (reductions, 1 + columns) int64: the birth of the first of its two buffers, then a `Reduction`
+    computed: Tensor  # (pairs, columns) int64: temporary memory with the numbers that it follows from, see computed.py
     modules: list[str]  # names of the model's modules
     work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planning.time.op_cost.Column
 

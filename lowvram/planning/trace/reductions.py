@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lowvram.core.device import Card
 
 MOST_THREADS = 512  # of a thread block, mnt_wrapper
 WARP = 32
+FP32_BYTES, INDEX_BYTES = 4, 8
 FEWEST_VALUES, MOST_VALUES = 16, 256  # that a thread sums, min_values_per_thread and max_values_per_thread
 FEWEST_VECTORISED = 128  # inputs from which on threads load several at a time
 VECTOR = 4  # of such a load
@@ -132,10 +132,3 @@ def block_of(across: int, along: int, most: int) -> tuple[int, int]:
 def power_of_two(number: int) -> int:
     """The largest power of two up to `number`, at least 1 (last_pow2)."""
     return 1 << max(0, number.bit_length() - 1)
-
-
-def sizes_of(card: Card, reductions: Tensor) -> Tensor:
-    """The bytes of both buffers of each reduction: (reductions, 2) int64, from (reductions, columns)."""
-    kinds, which = reductions.unique(dim=0, return_inverse=True)
-    sizes = [buffers_of(card, Reduction(*kind)) for kind in kinds.tolist()]
-    return torch.tensor(sizes, dtype=torch.int64).view(-1, 2)[which]

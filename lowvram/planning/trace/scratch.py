@@ -16,8 +16,7 @@ from lowvram.compat.torch_ops import AttentionOps, CublasOps, ManyOps, NormOps
 from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD
-from lowvram.planning.memory.segments import rounded_up
-from lowvram.planning.trace.allocations import FP32_BYTES, RESULT, Allocations, Kept, Result, Rule, argument
+from lowvram.planning.trace.allocations import RESULT, Allocations, Kept, Result, Rule, argument
 from lowvram.planning.trace.attention import SIXTEEN_BIT
 from lowvram.planning.trace.attention_scratch import (
     cudnn_backward,
@@ -28,28 +27,24 @@ from lowvram.planning.trace.attention_scratch import (
     flex_backward,
     flex_forward,
 )
+from lowvram.planning.trace.norm_sums import NormSum
 from lowvram.planning.trace.reductions import (
+    FP32_BYTES,
+    INDEX_BYTES,
     MOST_THREADS,
     WARP,
     Reduction,
-    columns_of,
     power_of_two,
     product,
     reduction_of,
 )
+from lowvram.planning.trace.table_sums import SORT_BYTES, Pair, TableSum
 
 ATEN = torch.ops.aten
 CUBLAS_OPS = CublasOps.ALL  # the first of them in each thread allocates cuBLAS's workspace
-INDEX_BYTES = 8
 LAST, FLAT = torch.channels_last, torch.contiguous_format
-MOST_ROWS = 64 * 1024  # that a norm's backward pass sums without partial sums
 # Bytes of a partial result: a pair of value and index (argmax); mean, sum of squares and two counts (variance).
 PAIR_BYTES, MOMENTS_BYTES = 16, 16
-SORT_BYTES = 8 * 1024  # that cub's sort takes beside copies of what it sorts
-SORT_KEYS = 2**8  # so many keys are sorted in one pass, without copies
-SHORT_LIST = 3072  # places up to which a table's gradient is made without sorting them
-ROWS_OF_THREAD = 10  # of a table's gradient: NROWS_PER_THREAD
-BLOCK_THREADS, MOST_ADDING_BLOCKS = 1024, 16  # MAX_BLOCK_SIZE, MAX_ATOMIC_ACCUM_BLOCKS_PER_SM
 ROWS_OF_NORM, FEWEST_NORM_BLOCKS, MOST_NORM_BLOCKS = 16, 8, 128  # ELEMENTS_PER_THREAD, 8, MAX_H_BLOCK
 CHUNK = 2**16  # elements of a tensor that a thread block of a `_foreach` operator takes
 
@@ -119,11 +114,11 @@ def norm_backward(num_vectors: int) -> Rule:
         num_columns = width * product(others)
         num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
         made = [*copies(source), RESULT, *copies(gradient), *[RESULT] * num_vectors]
-        if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
+        if num_columns // WARP >= most_warps:
             return [made]
-        sums = -(-num_rows // WARP)
-        last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
-        return [[*made, *[sums * num_columns * source.itemsize] * num_vectors, *[[last]] * num_vectors]]
+        about = (num_vectors > 1, False, 0, source.itemsize)
+        sums, last = (NormSum(num_rows, num_columns, is_last, *about) for is_last in (False, True))
+        return [[*made, sums, *[[last]] * num_vectors]]
 
     return rule
 
@@ -214,23 +209,12 @@ def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Alloc
 
 
 def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
-    """A table's rows are added in the order of their sorted places: up to 10 by each thread, then what these have
-    (Embedding.cu; embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu). If a table is so small that this would
-    take few threads, they add into the result itself."""
+    """Where a table has many places, these are sorted, and their sums are made in that order (table_sums.py)."""
     gradient, places, num_rows = args[:3]
-    number, width = places.numel(), gradient.shape[-1]
-    if number <= SHORT_LIST:
-        return ()
-    places_bytes, segments = number * INDEX_BYTES, min(number, num_rows)
-    parts = number // ROWS_OF_THREAD + segments
-    padded = rounded_up(width, WARP)
-    blocks = -(-segments * padded // min(padded, BLOCK_THREADS))
-    adds = blocks < (card.num_multiprocessors or 0) * MOST_ADDING_BLOCKS and parts > 4 * blocks
-    sums = [parts * INDEX_BYTES, *([num_rows * width * FP32_BYTES] if gradient.dtype in SIXTEEN_BIT else [])]
-    about = [places_bytes, [places_bytes], *[segments * INDEX_BYTES] * 2, parts * INDEX_BYTES]
-    copies_bytes = 2 * places_bytes if num_rows > SORT_KEYS else 0
-    ordered = [*[places_bytes] * 2, [places_bytes, copies_bytes + SORT_BYTES]]
-    return [[*ordered, RESULT, *about, *(sums if adds else [parts * width * FP32_BYTES])]]
+    number, width, is_rounded = places.numel(), gradient.shape[-1], gradient.dtype in SIXTEEN_BIT
+    pairs = {pair: TableSum(number, num_rows, pair, is_rounded, False, 0, width) for pair in Pair}
+    places_of, sorting, numbers, *others = pairs.values()
+    return [[places_of, [sorting], RESULT, numbers, [numbers], *others]]
 
 
 def norms(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:

@@ -37,10 +37,10 @@ from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import NO_MODULE, OpCounter
 from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
+from lowvram.planning.trace.computed import NUM_COLUMNS, Computed, pair_of, row_of
 from lowvram.planning.trace.events import BACKWARD_OF, BATCH, KINDS, MADE_IN, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.planning.trace.plain_loop import as_plain_loop
-from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
 from lowvram.planning.trace.streams import Streams
 from lowvram.tasks import Problem
@@ -157,7 +157,7 @@ class TraceRecorder(Marks):
     def __init__(self, card: Card | None) -> None:
         self.card, self.streams = card, Streams()
         self.streams_of: dict[int, int] = {}  # of storages that were asked for on another than the default one
-        self.reductions: list[tuple[int, ...]] = []
+        self.computed: list[tuple[int, ...]] = []
         self.first_matmuls: dict[
             bool, int
         ] = {}  # births of the first matrix product of the forward, of the backward pass
@@ -255,9 +255,9 @@ class TraceRecorder(Marks):
             if isinstance(item, Result):
                 if results:
                     self.ledger.lines.append(results.pop(item.value))
-            elif isinstance(item, Reduction):
-                self.reductions.append((len(self.ledger.lines), *map(int, item)))
-                serials += self.new_storages(buffers_of(card, item), maker)
+            elif isinstance(item, Computed):
+                self.computed.append(row_of(len(self.ledger.lines), item))
+                serials += self.new_storages(pair_of(card, item), maker)
             elif isinstance(item, Kept):
                 kept += self.new_storages(item, maker)
             elif isinstance(item, int):
@@ -320,7 +320,7 @@ class TraceRecorder(Marks):
             torch.tensor([self.streams_of.get(serial, 0) for serial in range(len(kinds))], dtype=torch.int64),
             self.steps[1],
             sorted(self.first_matmuls.values()),
-            torch.tensor(self.reductions, dtype=torch.int64).view(-1, 1 + len(Reduction._fields)),
+            torch.tensor(self.computed, dtype=torch.int64).view(-1, NUM_COLUMNS),
             list(self.numbers),
             self.op_counter.work(),
         )

@@ -90,3 +90,23 @@ def test_beit_trains() -> None:
     output = config.call(model, inputs())
     assert not isinstance(output, FakeTensor)
     output.sum().backward()
+
+
+def test_what_a_model_holds_compiled_runs_as_it_was_written() -> None:
+    """Compiled, it failed on tensors without memory, and nobody knew the model's blocks."""
+
+    def backend(graph: nn.Module, example: Any) -> Any:
+        raise AssertionError("was compiled")
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.whole = torch.compile(nn.Linear(4, 4), backend=backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return torch.compile(torch.sin, backend=backend)(self.whole(self.layer(x)))
+
+    assert fake_pass(Compiled(), lambda copy, inputs: copy(inputs), torch.ones(2, 4)).shape == (2, 4)

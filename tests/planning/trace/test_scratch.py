@@ -19,8 +19,9 @@ from lowvram.core.kind import Kind
 from lowvram.planning.memory.segments import rounded_up
 from lowvram.planning.target import Target
 from lowvram.planning.trace.attention_scratch import num_parts_of
+from lowvram.planning.trace.computed import KINDS
 from lowvram.planning.trace.cuda import acts_as_card
-from lowvram.planning.trace.reductions import buffers_of, reduction_of
+from lowvram.planning.trace.reductions import Reduction, buffers_of, reduction_of
 from lowvram.planning.trace.tracer import TraceRecorder, trace
 from tests.laboratory import IS_EMULATED, PROBLEMS, knobs_of
 from tests.planning.trace.operators import CASES, Case, probabilities
@@ -113,7 +114,7 @@ def test_a_trace_has_what_operators_take() -> None:
     sizes = {}
     for number in (None, 132):
         found = trace(PROBLEMS["transformer"], knobs_of(), 256, Target(Card("Card", (9, 0), number)))
-        births = found.reductions[:, 0]
+        births = found.computed[found.computed[:, 1] == KINDS.index(Reduction), 0]
         sizes[number] = int(found.num_bytes[births].sum())
         assert (found.num_bytes[births + 2] == 0).all()
         assert all(found.makers[serial] == "sum while it ran" for serial in found.storages[births].tolist()[-3:])

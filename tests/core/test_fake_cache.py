@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from lowvram.compat.torch_fake import FakeTensorMode
-from lowvram.planning.trace.fake_cache import FakeCache, described
+from lowvram.core.fake_cache import CachedOperators, FakeCache, Recipes, described
 
 ATEN = torch.ops.aten
 
@@ -49,7 +49,7 @@ def test_what_is_made_again_is_alike(
         given, by_name = args(values), named(values)
         told.append(described(run(*given, **by_name), (*given, *by_name.values())))
     assert told[0] == told[1] == told[2]
-    assert len(fake_cache.remakes) == 1
+    assert len(fake_cache.recipes) == 1
 
 
 def test_what_is_made_again_has_attributes_of_its_own(fake_cache: FakeCache) -> None:
@@ -99,7 +99,7 @@ def test_tensors_of_another_mode_are_left_to_it(fake_cache: FakeCache) -> None:
     with FakeTensorMode() as other:
         theirs = fake_cache.run(ATEN.neg.default, (torch.empty(2),), {})
         assert theirs.fake_mode is other
-    assert len(fake_cache.remakes) == 1
+    assert len(fake_cache.recipes) == 1
 
 
 def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(fake_cache: FakeCache) -> None:
@@ -110,3 +110,53 @@ def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(fake_cache: Fak
         values = torch.empty(2, 3)
         out = fake_cache.run(first, ([values],), {})
         assert out.untyped_storage() is values.untyped_storage()
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "t_": lambda x: x.t_(),
+    "resize_": lambda x: x.resize_(3, 5),
+    "as_strided_": lambda x: x.as_strided_((2,), (1,)),
+    "set_": lambda x: ATEN.set_.source_Tensor(x, torch.empty(4, 6)),
+    "resize_as_": lambda x: ATEN.resize_as_.default(x, torch.empty(9)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_operator_that_changes_its_argument_does_so_each_time(change: str) -> None:
+    """In shape, strides or memory: a plan took such an argument as it was."""
+    with FakeTensorMode() as mode, CachedOperators(mode):
+        found = list[Any]()
+        for _ in range(3):
+            given = torch.empty(4, 6)
+            before = given.untyped_storage()
+            CHANGES[change](given)
+            after = given.untyped_storage()
+            found.append((given.shape, given.stride(), after.nbytes(), after is before))
+    assert found[0] == found[1] == found[2]
+    assert found[0] != ((4, 6), (6, 1), 96, True)
+
+
+def test_modes_share_recipes() -> None:
+    """What is made for one mode is a tensor of that mode."""
+    recipes: Recipes = {}
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            fake_cache, values = FakeCache(mode, recipes), torch.empty(4, 6)
+            product = fake_cache.run(ATEN.mm.default, (values, values.t()), {})
+            assert vars(product)["fake_mode"] is mode
+            assert fake_cache.run(ATEN.neg.default, (product,), {}).shape == (4, 4)
+    assert len(recipes) == 2
+
+
+def test_recipes_are_of_a_default_format() -> None:
+    recipes: Recipes = {}
+    found = list[torch.dtype]()
+    for default in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        try:
+            with FakeTensorMode() as mode:
+                found.append(FakeCache(mode, recipes).run(ATEN.empty.memory_format, ([3],), {}).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.float64, torch.float32]

@@ -2,13 +2,14 @@
 
 FakeTensorMode has such a cache, too, but making its keys takes several times as long as everything here. Hits are
 frequent, since models repeat blocks and steps.
+
+What is remembered are recipes: they hold sizes, strides and formats, but no tensors, so that several modes can share
+them. A recipe holds as long as kernels aren't replaced, as a plan for a card does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from operator import itemgetter
 from typing import Any, final
 
 import torch
@@ -24,12 +25,16 @@ from lowvram.compat.torch_fake import (
     leave_fake_mode,
     without_fake_mode,
 )
+from lowvram.compat.torch_modes import TorchDispatchMode, without_function_modes
 from lowvram.compat.torch_trees import tree_leaves
 
 META = torch.device("meta")
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+MOST_RECIPES = 100_000  # about 100 MB
 Args = tuple[Any, ...]  # positional arguments, then the values of named ones
-Remake = Callable[[Args], Any]  # makes the result of an operator from arguments with the same metadata
+# Makes the result of an operator for the tensors of a cache, from arguments with the same metadata.
+Recipe = Callable[["FakeCache", Args], Any]
+Recipes = dict[Any, Recipe | None]  # by operator and metadata; None: can't be cached
 
 
 class CacheMiss(Exception):
@@ -38,31 +43,41 @@ class CacheMiss(Exception):
 
 @final
 class FakeCache:
-    """The results of operators on the tensors of one FakeTensorMode."""
+    """The results of operators on the tensors of one FakeTensorMode.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    Args:
+        recipes: those known so far, which the cache adds to.
+    """
+
+    def __init__(self, mode: FakeTensorMode, recipes: Recipes | None = None) -> None:
         self.mode = mode
         self.attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor on each device
-        self.remakes: dict[Any, Remake | None] = {}  # by operator and metadata; None: can't be cached
+        self.recipes: Recipes = {} if recipes is None else recipes
 
     def run(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The result of `operator(*args, **named)`."""
         all_args = (*args, *named.values())
         try:
-            key = operator, tuple(named), self.metadata(all_args)
+            key = operator, tuple(named), torch.get_default_dtype(), self.metadata(all_args)
         except CacheMiss:
             return operator(*args, **named)
-        remake = self.remakes.get(key)
-        if remake is not None:
+        recipe = self.recipes.get(key)
+        if recipe is not None:
             leave_fake_mode()
             try:
-                return remake(all_args)
+                return recipe(self, all_args)
             finally:
                 enter_fake_mode(self.mode)
+        if key in self.recipes:
+            return operator(*args, **named)
+        before = described((), all_args)
         out = operator(*args, **named)
-        if key not in self.remakes:
-            with without_fake_mode():
-                self.remakes[key] = self.remake_of(out, all_args)
+        # An operator that gives an argument another shape or memory, as `unsqueeze_` does, runs each time.
+        is_as_before = described((), all_args) == before
+        if len(self.recipes) >= MOST_RECIPES:
+            self.recipes.clear()
+        with without_fake_mode():
+            self.recipes[key] = self.recipe_of(out, all_args) if is_as_before else None
         return out
 
     def metadata(self, args: Iterable[Any]) -> Args:
@@ -86,29 +101,13 @@ class FakeCache:
                 raise CacheMiss
         return tuple(metadata)
 
-    def remake_of(self, out: Any, args: Args) -> Remake | None:
+    def recipe_of(self, out: Any, args: Args) -> Recipe | None:
         """A function that makes a result like `out` from arguments like `args`; None if `out` can't be cached."""
         try:
-            remake = self.remake_of_part(out, args)
+            recipe = recipe_of_part(out, args)
         except CacheMiss:
             return None
-        return remake if described(remake(args), args) == described(out, args) else None
-
-    def remake_of_part(self, part: Any, args: Args) -> Remake:
-        container = type(part)
-        if container is list or container is tuple:
-            remakes = [self.remake_of_part(item, args) for item in part]
-            return lambda args: container([remake(args) for remake in remakes])
-        if part is None:
-            return lambda args: None
-        for place, argument in enumerate(args):
-            if part is argument:
-                return itemgetter(place)
-        if type(part) is not FakeTensor or part.constant is not None:
-            raise CacheMiss
-        addresses = [address(argument) if isinstance(argument, Tensor) else None for argument in args]
-        owner = addresses.index(address(part)) if address(part) in addresses else None
-        return partial(self.tensor, metadata_of(part), owner)
+        return recipe if described(recipe(self, args), args) == described(out, args) else None
 
     def tensor(self, metadata: Args, owner: int | None, args: Args) -> FakeTensor:
         """A tensor with this metadata: with a storage of its own, or with that of the argument at index `owner`."""
@@ -125,6 +124,38 @@ class FakeCache:
         if device not in self.attributes:
             self.attributes[device] = vars(FakeTensor(self.mode, torch.empty(0, device=META), device))
         return fake_tensor_of(bare, device, self.attributes[device])
+
+
+@final
+class CachedOperators(TorchDispatchMode):
+    """Inside it, and inside `mode`, operators that have been met on such tensors aren't worked out again. What a model
+    holds compiled runs as it was written: torch compiles nothing inside a mode that isn't a `FastDispatchMode`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake_cache = FakeCache(mode)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_function_modes():  # what torch calls to find a size is nothing that the model calls
+            return self.fake_cache.run(func, args, kwargs or {})
+
+
+def recipe_of_part(part: Any, args: Args) -> Recipe:
+    container = type(part)
+    if container is list or container is tuple:
+        recipes = [recipe_of_part(item, args) for item in part]
+        return lambda cache, args: container([recipe(cache, args) for recipe in recipes])
+    if part is None:
+        return lambda cache, args: None
+    for place, argument in enumerate(args):
+        if part is argument:
+            return lambda cache, args: args[place]
+    if type(part) is not FakeTensor or part.constant is not None:
+        raise CacheMiss
+    addresses = [address(argument) if isinstance(argument, Tensor) else None for argument in args]
+    owner = addresses.index(address(part)) if address(part) in addresses else None
+    metadata = metadata_of(part)
+    return lambda cache, args: cache.tensor(metadata, owner, args)
 
 
 def metadata_of(tensor: FakeTensor) -> Args:
