@@ -190,10 +190,22 @@ def field_of(word: str, group: str) -> tuple[str, Any]:
     return override.key_or_group.removeprefix(f"{group}."), override.value()
 
 
+def words_in(text: str) -> list[str]:
+    """The words of a text; spaces inside of brackets separate none: `"optimizer.args={betas: [0.9, 0.95]}"` is one."""
+    words, depth = [""], 0
+    for each in text:
+        depth += (each in "{[(") - (each in ")]}")
+        if each.isspace() and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += each
+    return [word for word in words if word]
+
+
 def by_group(words: str) -> list[str]:
     """`"ckpt=every2 ckpt.every=3 precision=bf16"` -> `["ckpt=every2 ckpt.every=3", "precision=bf16"]`"""
     groups: dict[str, list[str]] = {}
-    for word in sorted(words.split(), key=lambda word: "." in word.partition("=")[0]):
+    for word in sorted(words_in(words), key=lambda word: "." in word.partition("=")[0]):
         groups.setdefault(word.partition("=")[0].partition(".")[0], []).append(word)
     return [" ".join(of_group) for of_group in groups.values()]
 
@@ -203,10 +215,10 @@ def all_knobs(chosen: str | Iterable[str | Knob]) -> dict[str, Knob]:
     chosen = by_group(chosen) if isinstance(chosen, str) else chosen
     knobs = {group: (f"{group}={option}", knob_of((group, option))) for group, option in neutral_options().items()}
     for choice in chosen:
-        value = knob(*choice.split()) if isinstance(choice, str) else choice
+        value = knob(*words_in(choice)) if isinstance(choice, str) else choice
         group = value.group_name or type(value).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
         knobs[group] = (
-            with_option(choice.split())[0] if isinstance(choice, str) else f"{group}={type(value).__name__}",
+            with_option(words_in(choice))[0] if isinstance(choice, str) else f"{group}={type(value).__name__}",
             value,
         )
     return dict(knobs.values())

@@ -26,6 +26,7 @@ from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.config.words import key as key_of
 from lowvram.results.terminal import hydra_quoted
 
+QUOTED_KEY, UNQUOTED = re.compile(r"""(["'])([^"']+)\1\s*:"""), r"\2:"
 ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that exclude each other
 
 
@@ -153,6 +154,9 @@ def unreadable(override: str | None) -> str:
     key, equals, value = (override or "").partition("=")
     if not (key and equals):
         return f"{override}: must be key=value, such as precision=bf16"
+    if QUOTED_KEY.search(value):
+        bare = shlex.quote(f"{key}={QUOTED_KEY.sub(UNQUOTED, value)}")
+        return f"{override}: Hydra reads keys of a dictionary without quotes: {bare}"
     return f"{override}: Hydra can't read this value; quote it: {quoted(key, value)}"
 
 

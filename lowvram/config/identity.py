@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
-from lowvram.config.not_identity import NEUTRAL_OF_LATER_GROUPS, NOT_IDENTITY, NOT_IDENTITY_IF_NULL
+from lowvram.config.not_identity import NEUTRAL_OF_LATER_GROUPS, NOT_IDENTITY, NOT_IDENTITY_IF_NULL, ORDERED
 from lowvram.config.plugins import is_unused, plugins, versions_of
 from lowvram.config.schema import MOVED
 from lowvram.config.secret import words_without_secrets
@@ -56,6 +56,8 @@ def identity_of(key: str, node: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {name: each for name, each in value.items() if counts(f"{key}.{name}", each)}
+    ordered = {name: each for name, each in kept.items() if f"{key}.{name}" in ORDERED and isinstance(each, dict)}
+    kept |= {name: [*each.items()] for name, each in ordered.items()}
     return kept | {name: first_name(str(each)) for name, each in kept.items() if name == "_target_"}
 
 

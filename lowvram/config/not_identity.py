@@ -9,6 +9,8 @@ NOT_IDENTITY = (
     *("search.max_seconds", "snapshot.sharded_above_gib", "train.rehearse"),
 )
 # Left out while they are null.
-NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s")
+NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s", "optimizer.groups", "optimizer.layer_decay")
+# Dictionaries whose order counts.
+ORDERED = ("optimizer.groups",)
 # Groups that came later, left out at their neutral option: points keep the ids that they had without the group.
 NEUTRAL_OF_LATER_GROUPS = {"weights": "lowvram.knobs.weights.OnDevice"}

@@ -160,5 +160,9 @@ def described(kind: Any) -> str:
         str: "text",
         types.NoneType: "null",
     }
-    words_of_lists = {"list[int]": "a list of whole numbers", "list[str]": "a list of texts"}
-    return words.get(kind) or words_of_lists.get(str(kind), f"a {kind}")
+    words_of_containers = {
+        "list[int]": "a list of whole numbers",
+        "list[str]": "a list of texts",
+        "dict[str, typing.Any]": "a dictionary, written as {key: value}",
+    }
+    return words.get(kind) or words_of_containers.get(str(kind), f"a {kind}")

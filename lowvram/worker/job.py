@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowvram.config.errors import require
-from lowvram.config.not_identity import NOT_IDENTITY
+from lowvram.config.not_identity import NOT_IDENTITY, ORDERED
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import CHILDS_OWN, GROUPS, KNOB_GROUPS, Settings, check_batch_size, is_inline
 from lowvram.config.settings import settings as settings_of
@@ -143,7 +143,7 @@ def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     values_by_key: dict[str, Any] = {}
     for name, value in values.items():
-        inner = isinstance(value, Mapping)
+        inner = isinstance(value, Mapping) and f"{prefix}{name}" not in ORDERED
         values_by_key |= by_dotted_key(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return values_by_key
 

@@ -73,6 +73,11 @@ MISTAKES = {
     "data=text data.path=~/texts": [
         "data.path=~/texts: Hydra can't read this value; quote it: 'data.path=\"~/texts\"'"
     ],
+    'optimizer.groups={"*.bias":{lr:1}}': [
+        'optimizer.groups={"*.bias":{lr:1}}: Hydra reads keys of a dictionary without quotes:'
+        " 'optimizer.groups={*.bias:{lr:1}}'"
+    ],
+    "optimizer.groups=abc": ["optimizer.groups='abc': must be a dictionary, written as {key: value} or null"],
     "data=text data.path=/a=b": ["data.path=/a=b: Hydra can't read this value; quote it: 'data.path=\"/a=b\"'"],
     "data=text data.path=/a,b": ["data.path=/a,b: has several values", "quote it for Hydra: 'data.path=\"/a,b\"'"],
     "data=text data.path=": ["data.path='': must be a file or folder"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -204,6 +204,6 @@ def test_norms_of_whole_tensors_are_their_own() -> None:
     ("name", "knob", "value"),
     [("trust", LARS, 0.0), ("momentum", LARS, 1.0), ("lr", LARS, 0.0), ("beta2", LAMB, 1.0)],
 )
-def test_values_out_of_range_are_named(name: str, knob: type[LARS | LAMB], value: float) -> None:
+def test_values_out_of_range_are_named(name: str, knob: Callable[..., LARS | LAMB], value: float) -> None:
     with pytest.raises(BadInput, match=rf"optimizer\.{name}={value}"):
         knob(**{name: value})

@@ -46,6 +46,7 @@ class Adafactor(OptimizerKnob):
     needs_always = frozenset({Fact.WHOLE_UPDATES})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_rates(self.lr, self.weight_decay)
         require(self.beta2_decay <= 0, "optimizer.beta2_decay", self.beta2_decay, "at most 0")
         require(self.max_update >= 1, "optimizer.max_update", self.max_update, "at least 1")

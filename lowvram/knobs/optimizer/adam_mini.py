@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowvram.core.copies import original
 from lowvram.core.kind import Kind
 from lowvram.core.layers import is_transposed
-from lowvram.core.rig import Rig
+from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import AdamKnob, decayed
 from lowvram.knobs.optimizer.matrices import PerParameterOptimizer
@@ -32,11 +32,10 @@ class AdamMini(AdamKnob):
 
     saves = Kind.OPTIMIZER
 
-    def apply(self, rig: Rig) -> Rig:
+    def maker(self, rig: Rig) -> MakeOptimizer:
         modules: list[Any] = list(rig.model.modules())
         transposed = WeakIdKeyDictionary({module.weight: None for module in modules if is_transposed(module)})
-        make = partial(self.make, policy=RoundingPolicy(rig.rounding), transposed=transposed)
-        return replace(rig, make_optimizer=make)
+        return partial(self.make, policy=RoundingPolicy(rig.rounding), transposed=transposed)
 
     def make(
         self,

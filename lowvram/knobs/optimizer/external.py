@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.importing import check_args, import_object
-from lowvram.core.fact import Fact
+from lowvram.core.fact import Fact, ModelFact
 from lowvram.core.knob import Exactness
 from lowvram.core.rates import note_rates
+from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.untouched import marking
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import OptimizerKnob, check_rates, decayed
@@ -39,6 +40,7 @@ class External(OptimizerKnob):
     exactness = Exactness.LOSSY
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         decay = (self.args or {}).get("weight_decay", 0.0)
         is_fit = isinstance(decay, int | float) and decay >= 0
         require(is_fit, "optimizer.args.weight_decay", decay, "a number of at least 0")
@@ -61,11 +63,20 @@ class External(OptimizerKnob):
                 raise BadInput("optimizer.target", self.target, allowed) from None
         return TRAITS[repr(self)]
 
-    def needs(self) -> frozenset[Fact]:
-        return frozenset() if self.traits.is_elementwise else frozenset({Fact.WHOLE_UPDATES})
+    def needs(self) -> frozenset[Fact | ModelFact]:
+        return super().needs() | (frozenset() if self.traits.is_elementwise else frozenset({Fact.WHOLE_UPDATES}))
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset() if self.traits.is_per_parameter else frozenset({Fact.SEPARATE_UPDATES})
+
+    def maker(self, rig: Rig) -> MakeOptimizer:
+        if self.has_rules and (self.traits.sets_lr or self.traits.changes_groups):
+            raise Incompatible(
+                f"optimizer.target={self.target} changes its groups of parameters itself, or doesn't read their rates,"
+                " so weights can't have rates of their own: leave optimizer.groups and optimizer.layer_decay null, or"
+                " choose another optimizer"
+            )
+        return super().maker(rig)
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy) -> Optimizer:
         piece_elements = PIECE_ELEMENTS if self.traits.is_elementwise else None

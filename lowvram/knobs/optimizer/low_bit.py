@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -51,7 +51,7 @@ class AdamW8bit(AdamKnob):
     remedy = (Kind.OPTIMIZER, 10)
 
     def reference(self) -> AdamW:
-        return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        return AdamW(**asdict(self))
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         policy = policy or RoundingPolicy()

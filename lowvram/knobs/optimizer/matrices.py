@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
 from lowvram.core.layers import is_transposed, owns_weight
-from lowvram.core.rig import Rig
+from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.structure import known_last_weights
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import AdamKnob
@@ -46,9 +46,9 @@ class MatrixKnob(AdamKnob, ABC):
     layers: ClassVar[tuple[type[Any], ...]]  # the modules whose weights are matrices
     formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
 
-    def apply(self, rig: Rig) -> Rig:
+    def maker(self, rig: Rig) -> MakeOptimizer:
         roles = roles_of(rig.model, known_last_weights(rig.structure, f"optimizer={self.rule}"), self.layers)
-        return replace(rig, make_optimizer=partial(self.make, roles=roles, policy=RoundingPolicy(rig.rounding)))
+        return partial(self.make, roles=roles, policy=RoundingPolicy(rig.rounding))
 
     def make(self, parameters: list[nn.Parameter], roles: Roles, policy: RoundingPolicy | None = None) -> Optimizer:
         """The optimizer of some of the model's parameters, or of copies that stand for them.

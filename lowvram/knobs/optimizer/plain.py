@@ -67,6 +67,7 @@ class SGD(OptimizerKnob):
     formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_rates(self.lr, self.weight_decay)
         require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "at least 0 (no state) and below 1")
         allowed = "false without momentum: raise optimizer.momentum above 0 to use it"

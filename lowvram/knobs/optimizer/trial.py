@@ -17,7 +17,7 @@ from lowvram.config.texts import first_line
 from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.rates import note_rates
 from lowvram.core.savable import groups_in, unreadable
-from lowvram.core.states import keep_own_settings
+from lowvram.core.states import CHANGED, keep_own_settings
 from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy
 from lowvram.knobs.optimizer.state_formats import ALIGNMENT
 
@@ -42,6 +42,7 @@ class Traits(NamedTuple):
     is_elementwise: bool  # on nothing but its own gradients
     has_stand_ins: bool  # it can be given one parameter (or piece) after the other in its parameters' place
     sets_lr: bool  # it changes the learning rates of its groups itself, or doesn't read them
+    changes_groups: bool  # its steps change entries of its groups of parameters, such as a count or an average
 
 
 class Trial(NamedTuple):
@@ -94,6 +95,7 @@ def traits_of(make: Make) -> Traits:
             all(each.is_elementwise for each in found),
             all(each.has_stand_ins for each in found),
             any(each.sets_lr for each in found) or not any(reads_its_rates(make, trial) for trial in trials),
+            any(each.changes_groups for each in found),
         )
 
 
@@ -121,13 +123,14 @@ def traits_in(make: Make, trial: Trial) -> Traits:
     optimizer = make(parameters)
     keep_own_settings(optimizer)
     together = trial.changes(optimizer, parameters)
+    changes_groups = any(CHANGED in group for group in optimizer.state_dict()["param_groups"])
     check_state(make, optimizer, parameters, trial)
     alone = [trial.of(index).with_made(make)[0] for index in range(len(trial.weights))]
     is_per_parameter = agree(together, alone)
     is_elementwise = is_per_parameter and agree(alone[:1], [in_parts(make, trial, -1)])
     is_elementwise = is_elementwise and agree(alone[:1], [in_parts(make, trial, -2)])
     has_stand_ins = is_per_parameter and agree_with_stand_ins(make, trial, together, is_elementwise)
-    return Traits(is_per_parameter, is_elementwise, has_stand_ins, sets_lr)
+    return Traits(is_per_parameter, is_elementwise, has_stand_ins, sets_lr, changes_groups)
 
 
 def changes_its_rates(make: Make, trial: Trial) -> bool:

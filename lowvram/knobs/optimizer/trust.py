@@ -48,6 +48,7 @@ class LARS(OptimizerKnob):
     saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_rates(self.lr, self.weight_decay)
         check_share("momentum", self.momentum)
         require(0 < self.trust < math.inf, "optimizer.trust", self.trust, "above 0")
