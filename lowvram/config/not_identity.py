@@ -6,7 +6,7 @@ from __future__ import annotations
 NOT_IDENTITY = (
     *("hydra", "paths", "logger", "local", "timeout_s", "resume", "trust", "name", "callbacks"),
     *("plan.skip", "measure.reruns", "optimized_metric", "jobs", "launcher", "loader.cache_folder"),
-    *("search.max_seconds", "snapshot.sharded_above_gib", "train.rehearse"),
+    *("search.max_seconds", "snapshot.sharded_above_gib", "train.rehearse", "price_per_hour"),
 )
 # Left out while they are null.
 NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s", "optimizer.groups", "optimizer.layer_decay")

@@ -211,10 +211,13 @@ class RootSettings:
     trust: str | None = None
     jobs: str = "1"
     devices: int | None = None
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         allowed = f"null (all that are visible) or a number from 1 to {MOST_JOBS}"
         require(self.devices is None or 1 <= self.devices <= MOST_JOBS, "devices", self.devices, allowed)
+        price, allowed = self.price_per_hour, "null (not known) or at least 0, in any currency, such as 0.35"
+        require(price is None or 0 <= price < math.inf, "price_per_hour", price, allowed)
         is_number = self.jobs.isdecimal() and 1 <= int(self.jobs) <= MOST_JOBS
         allowed = f"auto, one for each visible device, or a number from 1 to {MOST_JOBS}"
         require(self.jobs == "auto" or is_number, "jobs", self.jobs, allowed)
@@ -263,6 +266,11 @@ class Settings:
     def vram_bytes(self) -> int | None:
         """The memory that the point may use, or None for all that there is."""
         return parse_bytes("vram", self.root.vram)
+
+    def cost(self, seconds: float, num_devices: int) -> float | None:
+        """What so many devices cost for so long, in the user's currency; None if no price is known."""
+        price = self.root.price_per_hour
+        return None if price is None else price * num_devices * seconds / 3600
 
     @property
     def num_parts(self) -> int:

@@ -29,6 +29,7 @@ from lowvram.loops.setup import (
     row_of,
     undecided,
     wanted_ranks,
+    with_steps,
 )
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
@@ -155,10 +156,18 @@ class Planner:
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_data_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
         fit = fit_of(plan, settings, plan_device) | ({"loop": PLAIN} if target.zero_grad else {})
+        fit |= self.cost(plan, settings, plan_device)
         return {
             **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": plan_device.device.error, **fit, "advice": advice},
         }
+
+    def cost(self, plan: Fields, settings: Settings, plan_device: PlanDevice) -> Fields:
+        """The field about what all updates cost, if the time of one and a price are known."""
+        if plan["step_ms"] is None or settings.root.price_per_hour is None:
+            return {}
+        num_steps = with_steps(settings, self.data(settings)).train.steps
+        return {"cost": settings.cost(num_steps * plan["step_ms"] / 1e3, plan_device.num_ranks), "num_steps": num_steps}
 
     def traced(self, settings: Settings, choices: Mapping[str, str], target: Target) -> ScaledTrace:
         """The trace of a point; of a pipeline, that of the stage that takes the most memory."""

@@ -167,6 +167,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan.host_bytes", "planned host {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     Metric(LEAST_VRAM, "least vram {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_WITH_BUDGET),
     Metric("plan.step_ms", "planned step ms", "ms", better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
+    Metric("plan.cost", "planned cost", format=Digits(4), better=SMALLER),
     Metric("plan.wire_bytes", "sent to ranks {unit}/step", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     *(
         Metric(
@@ -214,6 +215,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, logger_name="time/step_ms"),
     Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=NOWHERE),
     Metric(SLOW_STEP, "step ms p95", "ms", shown_in=NOWHERE),
+    Metric(
+        "cost.total",
+        "cost",
+        format=Digits(4),
+        better=SMALLER,
+        logger_name="cost/total",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
     Metric("traffic.waited_ms", "copies waited ms", "ms", better=SMALLER, logger_name="traffic/waited_ms"),
     Metric("loss.first", "first loss", shown_in=Shown.SUMMARY),
     Metric(

@@ -27,6 +27,7 @@ def plan_lines(plan: Plan | None) -> list[str]:
             _ranges(plan),
             _host(plan),
             _time(plan),
+            _cost(plan),
             _hidden(plan),
             _wire(plan),
             _kinds(plan),
@@ -83,6 +84,12 @@ def _time(plan: Plan) -> str | None:
     of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
     shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
     return f"about {ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
+
+
+def _cost(plan: Plan) -> str | None:
+    if plan.get("cost") is None:
+        return None
+    return f"about {plan['cost']:.4g} for {plan['num_steps']:,} updates at the price per hour that was typed"
 
 
 def _hidden(plan: Plan) -> str | None:

@@ -90,6 +90,7 @@ OTHERS: Mapping[str, Kind] = {
     "plan": VALUES,
     **dict.fromkeys(("plan.reason", "plan.solved", "plan.loop"), TEXT),
     "plan.fits": TRUTH,
+    "plan.num_steps": NUMBER,
     "plan.by_kind": NUMBERS,
     **dict.fromkeys(("throughput", "data", "time"), SECTION),
     "time.steps": NUMBER,

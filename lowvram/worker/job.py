@@ -121,6 +121,7 @@ def row_fields(session: Session, results: dict[str, Any], allocator: str) -> dic
         compile_fields(session),
         {"choices": {"allocator": allocator}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s)}},
+        {"cost": {"total": session.settings.cost(session.age_s(), all_ranks().size)}},
     )
 
 
