@@ -139,6 +139,16 @@ def multiply_all(tensors: list[Tensor], by: Tensor) -> None:
     torch._foreach_mul_(tensors, by)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def move_all(tensors: list[Tensor], towards: list[Tensor], share: float) -> None:
+    """Move tensors in place by this share of the way to others of their dtype, in few CUDA kernels, with the numbers of
+    torch.optim.swa_utils.get_ema_multi_avg_fn, which calls the same.
+
+    torch._foreach_lerp_, since 2.0: torch documents it without making it public. Replaced by a public name, if torch
+    makes one.
+    """
+    torch._foreach_lerp_(tensors, towards, share)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def operators_with_kernel(key: str) -> list[str]:
     """The names of all operators of ATen that have a kernel of their own for a dispatch key, such as "AutocastCPU".
     Goes through all operators, which takes a while.

@@ -16,7 +16,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
-from lowvram.config.not_identity import NEUTRAL_OF_LATER_GROUPS, NOT_IDENTITY, NOT_IDENTITY_IF_NULL, ORDERED
+from lowvram.config.not_identity import (
+    NEUTRAL_OF_LATER_GROUPS,
+    NEUTRAL_OF_LATER_KEYS,
+    NOT_IDENTITY,
+    NOT_IDENTITY_IF_NULL,
+    ORDERED,
+)
 from lowvram.config.plugins import is_unused, plugins, versions_of
 from lowvram.config.schema import MOVED
 from lowvram.config.secret import words_without_secrets
@@ -44,6 +50,8 @@ def point_id(*, _root_: DictConfig) -> str:
 def counts(key: str, value: Any) -> bool:
     """Whether this key of the configuration is part of a point's identity."""
     if value is None and key in NOT_IDENTITY_IF_NULL:
+        return False
+    if key in NEUTRAL_OF_LATER_KEYS and value == NEUTRAL_OF_LATER_KEYS[key]:
         return False
     if key in NEUTRAL_OF_LATER_GROUPS and isinstance(value, DictConfig):
         return value["_target_"] != NEUTRAL_OF_LATER_GROUPS[key]

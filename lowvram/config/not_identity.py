@@ -13,4 +13,6 @@ NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s", "optimizer.groups", 
 # Dictionaries whose order counts.
 ORDERED = ("optimizer.groups",)
 # Groups that came later, left out at their neutral option: points keep the ids that they had without the group.
-NEUTRAL_OF_LATER_GROUPS = {"weights": "lowvram.knobs.weights.OnDevice"}
+NEUTRAL_OF_LATER_GROUPS = {"weights": "lowvram.knobs.weights.OnDevice", "ema": "lowvram.knobs.ema.NoAverages"}
+# Values of keys that came later, left out likewise.
+NEUTRAL_OF_LATER_KEYS = {"export.of": "last"}

@@ -30,12 +30,20 @@ class ExportFormat(Enum):
     pt2e = "a graph whose linear layers and convolutions multiply in 8 bits"
 
 
+class ExportedWeights(Enum):
+    """Which weights are exported. The names are what a user types."""
+
+    last = "those after the last update"
+    ema = "their averages"
+
+
 @dataclass(frozen=True)
 class ExportSettings:
     """`export.*`"""
 
     merge: bool
     format: ExportFormat
+    of: ExportedWeights = ExportedWeights.last
 
 
 class ImportanceKind(Enum):

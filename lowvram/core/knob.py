@@ -45,7 +45,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.PLACE: frozenset({"shard", "sync", "finish"}),
     Stage.SHARD: frozenset({"model", "forward", "criterion", "own", "sync", "run", "total", "updated_of", "finish"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
-    Stage.STEPPING: frozenset({"stepper", "run"}),
+    Stage.STEPPING: frozenset({"stepper", "run", "averaged", "evaluating"}),
     Stage.LOGITS: frozenset({"forward", "criterion"}),
     Stage.NUMERICS: frozenset({"forward", "criterion", "stepper"}),
     Stage.BATCH: frozenset({"split"}),

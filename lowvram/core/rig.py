@@ -196,6 +196,9 @@ class Rig:
     # What an evaluation tells besides the task's scores: means over all targets, by name. Each function gives the sum
     # over the targets of one part (0-dim), right after its forward pass.
     eval_means: Mapping[str, Callable[[Part], Tensor]] = field(default_factory=dict)
+    # Inside it the model has averages as its weights; None: there are none.
+    averaged: Callable[[], AbstractContextManager[Any]] | None = None
+    evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext  # around evaluations
     # Called with the seed once there is a stepper: has the stepper change from step to step what trains or computes.
     over_time: RigChange = lambda rig, seed: rig
     # Where that changes, each of these fixes one of the choices with which a step may take the most memory.

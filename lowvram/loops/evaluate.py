@@ -46,7 +46,12 @@ def evaluate(session: Session) -> Evaluation:
     metrics = user_metrics(settings.eval.metrics or (), rig.device)
     part_size = math.ceil(settings.train.batch_size / (data_ranks().size * settings.num_parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
-    with in_evaluation(rig.model), same_draws_afterwards(rig.model), loss_in_evaluation(session.problem):
+    with (
+        rig.evaluating(),
+        in_evaluation(rig.model),
+        same_draws_afterwards(rig.model),
+        loss_in_evaluation(session.problem),
+    ):
         of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
         sums = ranks_with_outputs().sum(torch.stack(of_parts).sum(0))
     loss, correct, num_targets, *more = sums.tolist()

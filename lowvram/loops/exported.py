@@ -9,6 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowvram.config.errors import BadInput
+from lowvram.config.transforms import ExportedWeights
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.knob import weights_per_scale
 from lowvram.core.rig import Part
@@ -35,6 +38,16 @@ MOST_PAIRS, MOST_SECONDS = 20, 5.0  # of the comparison of times; at least `LEAS
 LEAST_PAIRS = 3
 
 Outputs = Callable[[Any], Any]  # inputs of a batch -> outputs for the criterion
+
+
+def exported_weights(session: Session) -> AbstractContextManager[Any]:
+    """Inside it the model has the weights that `export.of` names. Raises BadInput if there are none."""
+    of, averaged = session.settings.export.of, session.rig.averaged
+    if of is ExportedWeights.last:
+        return nullcontext()
+    if averaged is None:
+        raise BadInput("export.of", of.name, "last, or ema with averages of the weights: add ema=device")
+    return averaged()
 
 
 def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, Any]:

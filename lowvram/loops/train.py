@@ -30,7 +30,7 @@ from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields, origins
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.export.folder import check_format, check_free
-from lowvram.loops.exported import export_run
+from lowvram.loops.exported import export_run, exported_weights
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
@@ -60,6 +60,7 @@ class Train:
         check_free(session.folder / EXPORTED)
         group = weights_per_scale(session.knobs.values())
         check_format(session.settings.export.format, group, session.problem)
+        exported_weights(session)
         session = session.growing()
         with MetricsLog(session.folder, session.events) as log:
             return self.run_steps(session, TrainingRun(session, log))
@@ -348,8 +349,9 @@ class TrainingRun:
     def export(self) -> dict[str, Any]:
         """Write the trained model, from rank 0; return the row's fields about the file."""
         session = self.session
-        model = whole_model(session.rig.model, session.rig.task.make_model, self.keep_whole())
-        return {} if model is None else export_run(session, model, session.folder / EXPORTED)
+        with exported_weights(session):
+            model = whole_model(session.rig.model, session.rig.task.make_model, self.keep_whole())
+            return {} if model is None else export_run(session, model, session.folder / EXPORTED)
 
     def keep_whole(self) -> Callable[[Tensor], Tensor]:
         """Where rank 0 keeps a sharded model's whole tensors until they are written: in memory or, above

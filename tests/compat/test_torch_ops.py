@@ -142,6 +142,15 @@ def test_all_are_multiplied_in_place() -> None:
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.5]]
 
 
+@needed("torch._foreach_lerp_", by="ema=device")
+def test_tensors_are_moved_in_place() -> None:
+    from lowvram.compat.torch_ops import move_all
+
+    tensors = [torch.ones(2), torch.full((1,), 3.0)]
+    move_all(tensors, [torch.zeros(2), torch.full((1,), 5.0)], 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [4.0]]
+
+
 @needed("torch._C._dispatch_get_all_op_names", by="a plan for a card of precision=bf16")
 def test_what_autocast_casts_is_listed() -> None:
     from lowvram.compat.torch_ops import operators_with_kernel

@@ -56,6 +56,7 @@ BASELINE = {
     "sharding": "none",
     "optimizer": "adamw",
     "stepping": "after_backward",
+    "ema": "none",
     "logits": "full",
     "offload": "none",
     "accum": "none",

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.config.settings import AFTER_STEP, BEFORE_BACKWARD, OURS, PLAIN
+from lowvram.core.fact import Fact
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Part, Rig
 from lowvram.core.row_shape import RowShape
 from lowvram.core.stepper import Stepper, StepperAround, Update
-from lowvram.knobs.stepping import AfterBackward
+
+EARLY = frozenset({Fact.GRADS_AT_UPDATE, Fact.PLAIN_BACKWARD})  # steppers that use gradients before end these
 
 
 def as_plain_loop(rig: Rig, knobs: Mapping[str, Knob], row: RowShape, zero_grad: str) -> Rig:
@@ -66,7 +68,7 @@ def check_is_plain(knobs: Mapping[str, Knob], row: RowShape) -> None:
     """Refuse steps that use gradients before the backward pass has ended, and those of a model cut into stages."""
     require(row.pipeline == 1, "plan.loop", PLAIN, f"{OURS} with a pipeline, whose steps no plain loop takes")
     for name, knob in knobs.items():
-        is_early = knob.stage is Stage.STEPPING and not isinstance(knob, AfterBackward)
+        is_early = knob.stage is Stage.STEPPING and not EARLY.isdisjoint(knob.breaks())
         require(not is_early, "plan.loop", PLAIN, f"{OURS} with {name}: a plain loop updates after the backward pass")
 
 
