@@ -60,7 +60,7 @@ def test_what_stands_for_other_trainers_options_is_there() -> None:
 
 def test_every_option_of_other_trainers_has_its_row() -> None:
     tables = COMING.split("\n## ")[1:]
-    assert [table.split(":")[0] for table in tables] == ["Hugging Face", "Lightning", "torchtune"]
+    assert [table.split(":")[0] for table in tables] == ["Hugging Face", "Lightning", "torchtune", "Axolotl"]
     options = [re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:] for table in tables]
     assert sum(len(of_trainer) for of_trainer in options) > 100
     assert len(options[0]) > 40

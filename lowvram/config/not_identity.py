@@ -9,7 +9,10 @@ NOT_IDENTITY = (
     *("search.max_seconds", "snapshot.sharded_above_gib", "train.rehearse", "price_per_hour"),
 )
 # Left out while they are null.
-NOT_IDENTITY_IF_NULL = ("devices", "plan.link_bytes_per_s", "optimizer.groups", "optimizer.layer_decay")
+NOT_IDENTITY_IF_NULL = (
+    *("devices", "plan.link_bytes_per_s", "optimizer.groups", "optimizer.layer_decay"),
+    *("train.patience", "train.max_hours", "snapshot.best"),
+)
 # Dictionaries whose order counts.
 ORDERED = ("optimizer.groups",)
 # Groups that came later, left out at their neutral option: points keep the ids that they had without the group.

@@ -17,6 +17,7 @@ from lowvram.config.defaults import default_options
 from lowvram.config.errors import BadInput, require
 from lowvram.config.plugins import NEUTRAL, own_groups
 from lowvram.config.schema import build, build_as, checked_values
+from lowvram.config.training import SnapshotSettings, TrainSettings, check_ending
 from lowvram.config.transforms import ExportSettings, GrowSettings, PruneSettings
 
 UNITS = {
@@ -45,31 +46,6 @@ KNOB_GROUPS = tuple(
     if option is not None and group not in (*OTHER_GROUPS, *PARENT_ONLY, *HYDRAS)
 )
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """`train.*`"""
-
-    batch_size: int
-    steps: int
-    epochs: float | None
-    eval_every: int | None
-    log_every: int
-    noise_scale: bool
-    rehearse: bool
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "log_every"):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        allowed = "null (train.steps counts) or above 0"
-        require(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, allowed)
-        require(
-            self.eval_every is None or self.eval_every >= 1,
-            "train.eval_every",
-            self.eval_every,
-            "null or at least 1",
-        )
 
 
 @dataclass(frozen=True)
@@ -167,32 +143,6 @@ class SolveSettings:
 
     def __post_init__(self) -> None:
         require(self.multiple_of >= 1, "solve.multiple_of", self.multiple_of, "at least 1")
-
-
-@dataclass(frozen=True)
-class SnapshotSettings:
-    """`snapshot.*`"""
-
-    every_steps: int | None
-    keep: int
-    sharded_above_gib: float | None
-
-    def __post_init__(self) -> None:
-        allowed = "null (only at the end and at an interrupt) or at least 1"
-        require(
-            self.every_steps is None or self.every_steps >= 1,
-            "snapshot.every_steps",
-            self.every_steps,
-            allowed,
-        )
-        require(self.keep >= 1, "snapshot.keep", self.keep, "at least 1")
-        is_size = self.sharded_above_gib is None or self.sharded_above_gib >= 0  # false of nan
-        allowed = "null (one file, whatever its size) or at least 0 GiB"
-        require(is_size, "snapshot.sharded_above_gib", self.sharded_above_gib, allowed)
-
-    @property
-    def sharded_above_bytes(self) -> float:
-        return math.inf if self.sharded_above_gib is None else self.sharded_above_gib * 2**30
 
 
 @dataclass(frozen=True)
@@ -314,7 +264,9 @@ def check_root(config: DictConfig) -> dict[str, Any]:
             raise BadInput(name, node, f"one option of the group {name}, or its keys one by one")
     root = OmegaConf.masked_copy(config, list(RootSettings.__dataclass_fields__))
     built = {"root": build_as(RootSettings, checked_values(root, ""), "")}
-    return built | checked_sections(config, SECTIONS)
+    sections = checked_sections(config, SECTIONS)
+    check_ending(sections["train"], sections["snapshot"], sections["export"])
+    return built | sections
 
 
 def checked_sections(config: DictConfig, sections: Mapping[str, type]) -> dict[str, Any]:

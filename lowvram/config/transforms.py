@@ -31,10 +31,11 @@ class ExportFormat(Enum):
 
 
 class ExportedWeights(Enum):
-    """Which weights are exported. The names are what a user types."""
+    """Which weights are written. The names are what a user types."""
 
-    last = "those after the last update"
-    ema = "their averages"
+    last = "those of the last step"
+    best = "those of the best evaluation, by snapshot.best"
+    ema = "averages of the last step's, by ema"
 
 
 @dataclass(frozen=True)

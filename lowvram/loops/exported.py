@@ -8,21 +8,24 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.transforms import ExportedWeights
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.knob import weights_per_scale
+from lowvram.core.mesh import all_ranks
 from lowvram.core.rig import Part
+from lowvram.core.states import load_whole, whole_model
 from lowvram.data.loader import every_sample
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.loops.evaluate import loss_in_evaluation
@@ -30,7 +33,9 @@ from lowvram.loops.export.folder import export, export_as, file_bytes, format_of
 from lowvram.loops.export.format import Format, Trained
 from lowvram.loops.export.plain import Origin, made_from
 from lowvram.loops.session import Session
-from lowvram.models.layout import with_extra_state
+from lowvram.loops.shard_files import sharded_bytes
+from lowvram.loops.spilled import spilled
+from lowvram.models.layout import EXPORTED, with_extra_state
 from lowvram.tasks import Problem
 
 FEW_BATCHES = 4  # whose activations choose the scales of a graph in 8 bits
@@ -41,13 +46,54 @@ Outputs = Callable[[Any], Any]  # inputs of a batch -> outputs for the criterion
 
 
 def exported_weights(session: Session) -> AbstractContextManager[Any]:
-    """Inside it the model has the weights that `export.of` names. Raises BadInput if there are none."""
+    """Inside it the model has the weights that `export.of` names (`take_best` has loaded the best). Raises BadInput if
+    there are none."""
     of, averaged = session.settings.export.of, session.rig.averaged
-    if of is ExportedWeights.last:
+    if of is ExportedWeights.best and session.rig.evaluating is not nullcontext:
+        why = "the best evaluation is one of averages, and export.of=best exports the weights that a snapshot has"
+        raise BadInput("export.of", of.name, f"last or ema with ema.evaluate=true: {why}")
+    if of is not ExportedWeights.ema:
         return nullcontext()
     if averaged is None:
         raise BadInput("export.of", of.name, "last, or ema with averages of the weights: add ema=device")
     return averaged()
+
+
+def export_weights(session: Session) -> dict[str, Any]:
+    """Write the session's model as it is now, from rank 0; return the row's fields about the file. A collective."""
+    with exported_weights(session):
+        model = whole_model(session.rig.model, session.rig.task.make_model, keep_whole(session))
+        return {} if model is None else export_run(session, model, session.folder / EXPORTED)
+
+
+def take_best(
+    model: nn.Module, saved: Mapping[str, Any] | None, now: Mapping[str, Any], best: int | None, step: int
+) -> bool:
+    """Load the weights of the best evaluation into the model, if they are all there; returns whether they are, and says
+    so if not. A collective: all ranks must call it.
+
+    Args:
+        saved: the snapshot of that evaluation; None: there is none.
+        now: what a snapshot would have of the model now: more, if weights that were frozen have been changed since.
+        best, step: after which that evaluation was made, and the run's last one.
+    """
+    is_whole = saved is not None and now.keys() <= saved["model"].keys()
+    if all_ranks().any(not is_whole) or saved is None:
+        why = (
+            "no evaluation had a finite value" if best is None else f"the snapshot of step {best} isn't whole any more"
+        )
+        print(f"export.of=best: {why}, so the weights of step {step} are exported")
+        return False
+    print(f"export.of=best: the weights of step {best} are exported")
+    load_whole(model, saved["model"])
+    return True
+
+
+def keep_whole(session: Session) -> Callable[[Tensor], Tensor]:
+    """Where rank 0 keeps a sharded model's whole tensors until they are written: in memory or, above
+    snapshot.sharded_above_gib, on the disk."""
+    is_large = sharded_bytes(session.rig.model.state_dict()) > session.settings.snapshot.sharded_above_bytes
+    return partial(spilled, session.folder) if is_large else Tensor.cpu
 
 
 def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, Any]:

@@ -28,6 +28,9 @@ from lowvram.core.mesh import all_ranks
 from lowvram.core.shards import distinct, in_own_order, joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
+from lowvram.loops.shard_files import apart, write_shards
+from lowvram.loops.snapshot import Snapshots
+from lowvram.results.files.durable import made_folders, unfinished_name
 from lowvram.results.files.lease import check_ours
 
 MOST_NAMED = 2  # buffers that a message names
@@ -140,6 +143,29 @@ class Posts:
             self.path(each).unlink()
         self.path(0, "taken").unlink()
         return whole, posts
+
+
+def save_alone(
+    posts: Posts, snapshots: Snapshots, step: int, state: dict[str, Any], post: dict[str, Any]
+) -> Path | None:
+    """Leave the post of one of several ranks, and write the snapshot if it is the last one; returns where.
+
+    Args:
+        state: as a snapshot has it, without what each rank has of its own.
+        post: what it has of its own: its random state, and the log's.
+    """
+    made_folders(snapshots.folder)
+    is_in_shards = snapshots.is_in_shards(state)
+    rest, shards = apart(state) if is_in_shards else (state, {})
+    hashes = write_shards(posts.shards(), shards, all_ranks().rank) if is_in_shards else {}
+    posts.leave(post | {"hashes": hashes}, rest, unfinished_name(snapshots.folder / f"rank_{all_ranks().rank}"))
+    if not posts.is_complete():
+        return None
+    whole, of_ranks = posts.take(rest)
+    whole |= {"random": [each["random"] for each in of_ranks]} | of_ranks[0]["log"]
+    if is_in_shards:
+        return snapshots.settle_shards(step, posts.shards(), whole, [each["hashes"] for each in of_ranks])
+    return snapshots.save(step, whole)
 
 
 def as_gathered(shards: Sequence[Tensor], like: DTensor) -> Tensor | dict[str, Any]:

@@ -56,8 +56,6 @@ FORMED_BY = {  # for each part of a snapshot, the groups that determine the name
 KEPT = ("sparsity",)
 Check = Callable[[dict[str, Any]], None]
 UNREADABLE = (errno.EIO, errno.EINVAL)  # the disk can't read them any more; it is no regular file
-
-
 FORGED = "no snapshot of lowvram's, whatever its hash says"
 STRANGE = (KeyError, TypeError, AttributeError, IndexError, ValueError, EOFError)  # of what is none
 
@@ -69,11 +67,20 @@ class Snapshots:
     Args:
         run: the run's id, which each snapshot carries; None: not known, so snapshots of any run are accepted.
         sharded_above_bytes: of sharded tensors together, above which each rank writes its shards.
+        is_spared: of a step, whether its snapshot is kept beside the newest.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str | None = None, sharded_above_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        run: str | None = None,
+        sharded_above_bytes: float = math.inf,
+        is_spared: Callable[[int], bool] = lambda step: False,
+    ) -> None:
         self.folder, self.keep, self.run = folder, keep, run
         self.sharded_above_bytes = sharded_above_bytes
+        self.is_spared = is_spared
 
     def save_together(self, step: int, state: dict[str, Any], log: Callable[[], dict[str, Any]]) -> Path | None:
         """Save the state of all ranks; returns where on the first one, and None on the others. A collective.
@@ -135,14 +142,15 @@ class Snapshots:
         return path
 
     def forget_older(self, newest: Path | None = None) -> None:
-        """Delete all but the newest `keep` snapshots.
+        """Delete all but the newest `keep` snapshots and those that are spared.
 
         Args:
             newest: a snapshot that counts as the newest, whatever its step.
         """
         others = [old for old in snapshots_in(self.folder) if old != newest]
         for old in others[self.keep - (newest is not None) :]:
-            remove_folder(old) if old.is_dir() else old.unlink()
+            if not self.is_spared(step_of(old)):
+                remove_folder(old) if old.is_dir() else old.unlink()
 
     def load(
         self, check: Check = lambda state: None, like: Callable[[], Like] = dict[str, Any]
@@ -161,12 +169,31 @@ class Snapshots:
             BadInput: all of them are damaged, or another run's; or a rank's machine doesn't see the first one's.
         """
         found = self._newest(check) if all_ranks().is_first else None
-        name = all_ranks().gather(None if found is None else found[0].name)[0]  # it has put aside what it passed over
+        return self._loaded(found, check, like)  # the first rank has put aside what it passed over
+
+    def _loaded(
+        self, found: tuple[Path, dict[str, Any]] | None, check: Check, like: Callable[[], Like]
+    ) -> dict[str, Any] | None:
+        """What all ranks load, given what the first one has found, and the others None."""
+        name = all_ranks().gather(None if found is None else found[0].name)[0]
         if name is None:
             return None
         path, state = found or self._named(name, check)
         with fitting(self.folder.parent):
             return read_shards(path, state, like()) if path.is_dir() else state
+
+    def has(self, step: int) -> bool:
+        """Whether there is a snapshot of this step, sound or not, by the first rank. A collective."""
+        return all_ranks().gather(bool(self._of(step)))[0]
+
+    def of_step(self, step: int, like: Callable[[], Like]) -> dict[str, Any] | None:
+        """The snapshot of this step, as `load` returns it; None if there is no sound one of this run. A collective."""
+        states = ((path, read_state(path)) for path in self._of(step) if is_sound(path)) if all_ranks().is_first else ()
+        ours = ((path, state) for path, state in states if isinstance(state, dict) and self._is_ours(state))
+        return self._loaded(next(ours, None), lambda _: None, like)
+
+    def _of(self, step: int) -> list[Path]:
+        return [path for path in snapshots_in(self.folder) if step_of(path) == step]
 
     def _named(self, name: str, check: Check) -> tuple[Path, dict[str, Any]]:
         """The snapshot that the first rank has chosen. Another machine may see it late."""
@@ -255,6 +282,13 @@ def read_state(path: Path) -> Any:
             raise
         return ()
     return () if state is None else state
+
+
+def step_of(path: Path) -> int:
+    """The step after which a snapshot was saved."""
+    match = SNAPSHOT_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def state_file(path: Path) -> Path:

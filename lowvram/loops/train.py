@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import Incompatible
+from lowvram.config.transforms import ExportedWeights
 from lowvram.core import generators
 from lowvram.core.knob import weights_per_scale
 from lowvram.core.loss_parts import LossState
@@ -24,27 +25,26 @@ from lowvram.core.phases import BETWEEN
 from lowvram.core.rig import Part
 from lowvram.core.savable import Savable
 from lowvram.core.shards import is_sharded_alike
-from lowvram.core.states import Frozen, load_whole, trained_state, whole_model
+from lowvram.core.states import Frozen, load_whole, trained_state
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields, origins
+from lowvram.loops.ending import MAX_HOURS, PATIENCE, STEPS, Best, Hours, said_end
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.export.folder import check_format, check_free
-from lowvram.loops.exported import export_run, exported_weights
+from lowvram.loops.exported import export_weights, exported_weights, take_best
 from lowvram.loops.metrics_log import MetricsLog
 from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
-from lowvram.loops.rescue import Posts, WholeStep
+from lowvram.loops.rescue import Posts, WholeStep, save_alone
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
-from lowvram.loops.shard_files import Like, apart, sharded_bytes, write_shards
+from lowvram.loops.shard_files import Like
 from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
-from lowvram.loops.spilled import spilled
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
-from lowvram.results.files.durable import made_folders, unfinished_name
 from lowvram.results.files.run_folder import SNAPSHOTS
 
 FIRST_HELD, HELD_EVERY = 2, 10  # logged steps at which the memory held is read: the first ones, and every tenth
@@ -72,7 +72,7 @@ class Train:
         with session.stop.defer_interrupts():  # from before the steps are told: who hears of them may stop the run
             run.begin()
             run.make_up()
-            while run.step < settings.train.steps:
+            while run.ended_by() is None:
                 with run.rescuing(f"step {run.step + 1}"):
                     clock.mark("step")
                     batch = next(batches)
@@ -83,7 +83,7 @@ class Train:
                 if is_due(run.step, settings.train.eval_every):
                     with run.rescuing(f"the evaluation after step {run.step}"):
                         run.evaluate()
-                if is_due(run.step, settings.snapshot.every_steps):
+                if is_due(run.step, settings.snapshot.every_steps) or run.best.is_step(run.step):
                     run.save()
                 if session.agree(session.stop.requested):
                     run.save()
@@ -105,7 +105,9 @@ class TrainingRun:
     def __init__(self, session: Session, log: MetricsLog) -> None:
         self.session, self.metrics_log = session, log
         keep, above_bytes = session.settings.snapshot.keep, session.settings.snapshot.sharded_above_bytes
-        self.snapshots = Snapshots(session.folder / SNAPSHOTS, keep, session.run, above_bytes)
+        self.best, self.hours = Best.of(session), Hours(session.settings.train.max_hours)
+        folder, is_spared = session.folder / SNAPSHOTS, self.best.is_step
+        self.snapshots = Snapshots(folder, keep, session.run, above_bytes, is_spared)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
         self.first_loss_step = self.last_loss_step = 0
@@ -142,12 +144,21 @@ class TrainingRun:
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
         untold = self.metrics_log.begin(self.step, rows)
         self.session.begin(self.step, self.session.settings.train.steps, untold)
+        self.hours.begin()
         self.logged_at = time.monotonic()
 
     def make_up(self) -> None:
         """Make the evaluation after the step where the run goes on, if it was due and failed."""
         if self.owes_evaluation and self.step < self.session.settings.train.steps:
             self.evaluate()
+
+    def ended_by(self) -> str | None:
+        """Why no step follows; None if one does. A collective: all ranks must call it."""
+        if self.step >= self.session.settings.train.steps:
+            return STEPS
+        if self.best.is_over:
+            return PATIENCE
+        return MAX_HOURS if self.step and self.hours.is_over() else None
 
     @contextmanager
     def rescuing(self, following: str) -> Iterator[None]:
@@ -222,7 +233,9 @@ class TrainingRun:
         """Evaluate after the last step, unless that was done."""
         if self.evaluation is None or not self.is_evaluated:
             self.evaluation = (self.step, evaluate(self.session))
-            self.metrics_log.write(self.step, self.evaluation[1].metrics())
+            metrics = self.evaluation[1].metrics()
+            self.metrics_log.write(self.step, metrics)
+            self.best.observe(self.step, metrics)
         return self.evaluation[1]
 
     def save(self, random: dict[str, Any] | None = None, held: dict[str, Any] | None = None) -> bool:
@@ -260,23 +273,11 @@ class TrainingRun:
             raise Incompatible("sharding=pipeline saves all stages together, and one has failed")
         if not self.savable.check(self.formed_state(), self.step):
             return False
-        posts, state = Posts(self.session.folder, self.step), self.state([])
-        made_folders(self.snapshots.folder)
-        is_in_shards = self.snapshots.is_in_shards(state)
-        rest, shards = apart(state) if is_in_shards else (state, {})
-        hashes = write_shards(posts.shards(), shards, all_ranks().rank) if is_in_shards else {}
-        post = {"random": self.with_unregistered(random, held), "log": self.metrics_log.state(), "hashes": hashes}
-        posts.leave(post, rest, unfinished_name(self.snapshots.folder / f"rank_{all_ranks().rank}"))
-        if not posts.is_complete():
-            return False
-        whole, of_ranks = posts.take(rest)
-        whole |= {"random": [each["random"] for each in of_ranks]} | of_ranks[0]["log"]
-        if is_in_shards:
-            hashes_of_ranks = [each["hashes"] for each in of_ranks]
-            self.tell(self.snapshots.settle_shards(self.step, posts.shards(), whole, hashes_of_ranks))
-        else:
-            self.tell(self.snapshots.save(self.step, whole))
-        return True
+        post = {"random": self.with_unregistered(random, held), "log": self.metrics_log.state()}
+        path = save_alone(Posts(self.session.folder, self.step), self.snapshots, self.step, self.state([]), post)
+        if path is not None:
+            self.tell(path)
+        return path is not None
 
     def tell(self, path: Path) -> None:
         self.session.events("snapshot", step=self.step, path=str(path))
@@ -300,6 +301,8 @@ class TrainingRun:
             "random": randoms,
             "noise": self.session.noise.state(),
             "origins": self.begun_with(),
+            "best": self.best.state(),
+            "hours": self.hours.state(),
             "loss": {} if self.loss_state is None else self.loss_state.state(),
             **self.formed_state(),
         }
@@ -345,20 +348,20 @@ class TrainingRun:
         self.owes_evaluation = bool(state.get("owes_evaluation", False))  # the same
         self.metrics_log.restore(state)
         self.session.noise.restore(state.get("noise", {}))  # the same
+        self.best.load(state.get("best", {}))  # the same
+        self.hours.load(state.get("hours", {}))  # the same
+        if self.best.step is not None and not self.snapshots.has(self.best.step):
+            self.best.forget()
 
-    def export(self) -> dict[str, Any]:
-        """Write the trained model, from rank 0; return the row's fields about the file."""
-        session = self.session
-        with exported_weights(session):
-            model = whole_model(session.rig.model, session.rig.task.make_model, self.keep_whole())
-            return {} if model is None else export_run(session, model, session.folder / EXPORTED)
-
-    def keep_whole(self) -> Callable[[Tensor], Tensor]:
-        """Where rank 0 keeps a sharded model's whole tensors until they are written: in memory or, above
-        snapshot.sharded_above_gib, on the disk."""
-        session = self.session
-        is_large = sharded_bytes(session.rig.model.state_dict()) > session.settings.snapshot.sharded_above_bytes
-        return partial(spilled, session.folder) if is_large else Tensor.cpu
+    def take_exported(self) -> int:
+        """Load the weights that are to be exported; returns after which step they were the run's. A collective."""
+        best = self.best.step
+        if self.session.settings.export.of is ExportedWeights.last or best == self.step:
+            return self.step
+        saved = None if best is None else self.snapshots.of_step(best, self.like)
+        with fitting(self.session.folder):
+            is_taken = take_best(self.session.rig.model, saved, self.formed_state()["model"], best, self.step)
+        return best if best is not None and is_taken else self.step
 
     @contextmanager
     def weights_at_least(self) -> Iterator[None]:
@@ -366,7 +369,7 @@ class TrainingRun:
         try:
             yield
         except Exception:
-            self.export()
+            export_weights(self.session)
             raise
 
     def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
@@ -375,18 +378,22 @@ class TrainingRun:
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         num_samples = sum(self.session.sizes.at(batches.first_step + index) for index in timed)
+        ended_by = said_end(self.ended_by(), self.step, self.session.settings.train)
         with self.weights_at_least():
             self.save()  # first, so that interrupting the evaluation loses nothing
         if self.step and not self.last_loss_step:
             raise NonFinite(f"no step had a loss: {NO_TARGET}")
         evaluation = self.evaluate()
         peaks, malloc_bytes = run_peaks(self.session), allocated_bytes()
-        exported = self.export()
+        exported_step = self.take_exported()
+        exported = export_weights(self.session)
+        ending = {"steps": self.step, "ended_by": ended_by, "exported_step": exported_step}
         measured = self.session.with_more_before(grown_bytes(malloc_bytes))
         return fields.merged(
             fields.trained(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
+            {"training": ending | self.best.fields()},
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts, num_samples),
             fields.of_data(self.session),
             post_run(measured, batches, peaks),

@@ -99,6 +99,8 @@ OTHERS: Mapping[str, Kind] = {
     **dict.fromkeys(("time.setup_s", "time.compile_s", "time.total_s", "time.data_wait_frac"), NUMBER),
     **dict.fromkeys(("traffic", "loss", "eval", "precision"), SECTION),
     **dict.fromkeys(("precision.skipped_steps", "precision.scale"), NUMBER),
+    "training": SECTION,
+    "training.ended_by": TEXT,
     "gradient": SECTION,
     "gradient.noise_scale_reason": TEXT,
     **{name: kind for what in ("pruning", "growing") for name, kind in ((what, SECTION), (f"{what}.left", TEXT))},

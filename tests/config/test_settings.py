@@ -103,7 +103,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
             "stepz",
             3,
             "train.stepz=3: must be removed: train knows batch_size, steps, epochs, eval_every, log_every, noise_scale,"
-            " rehearse",
+            " rehearse, patience, max_hours",
         ),
         ("batch_size", "None", "train.batch_size='None': must be null if nothing is meant (YAML's word for it)"),
         ("batch_size", "???", "train.batch_size='???': must be given a value: a whole number"),

@@ -24,6 +24,7 @@ from lowvram.config.settings import (
     TrainSettings,
 )
 from lowvram.config.transforms import (
+    ExportedWeights,
     ExportFormat,
     ExportSettings,
     GrowSettings,
@@ -114,6 +115,8 @@ def session_in(
     merge: bool = False,
     export: ExportFormat = ExportFormat.safetensors,
     metrics: list[str] | None = None,
+    best: str | None = None,
+    export_of: ExportedWeights = ExportedWeights.last,
     prune: PruneSettings = PRUNE,
     grow: GrowSettings = GROW,
     **train: Any,
@@ -132,8 +135,8 @@ def session_in(
         solve=SolveSettings(key=None, multiple_of=1),
         prune=prune,
         grow=grow,
-        snapshot=SnapshotSettings(snapshot_every, 2, sharded_above_gib),
-        export=ExportSettings(merge=merge, format=export),
+        snapshot=SnapshotSettings(snapshot_every, 2, sharded_above_gib, best),
+        export=ExportSettings(merge=merge, format=export, of=export_of),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )
     noise = noise_of(settings.train)

@@ -82,7 +82,7 @@ def test_the_peaks_of_the_run_are_read_before_the_export(
         resident[0] = 10**12
         return {}
 
-    monkeypatch.setattr(train, "export_run", exporting)
+    monkeypatch.setattr(train, "export_weights", exporting)
     monkeypatch.setattr(post_run, "status_bytes", lambda name: resident[0])
     memory = Train().run(make_session())["memory"]
     assert memory["process_peak_bytes"] == memory["host_peak_bytes"] == 10**9
@@ -98,7 +98,7 @@ def test_what_the_export_leaves_in_memory_is_not_the_steps(
         left.append(torch.ones(2**25))
         return {}
 
-    monkeypatch.setattr(train, "export_run", exporting)
+    monkeypatch.setattr(train, "export_weights", exporting)
     assert Train().run(make_session())["memory"]["beyond_tensors_bytes"] < left[0].nbytes / 2
 
 

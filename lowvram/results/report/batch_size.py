@@ -36,11 +36,16 @@ def batch_sizes(rows: Sequence[Row], differing: Sequence[Settings]) -> dict[str,
 
 def have_seen_equally_much(rows: Sequence[Row]) -> bool:
     """Whether the runs have seen equally many samples, up to one batch."""
-    pairs = [(value_at(row, "config.train.batch_size"), value_at(row, "config.train.steps")) for row in rows]
+    pairs = [(value_at(row, "config.train.batch_size"), num_steps(row)) for row in rows]
     known = [(size, size * steps) for size, steps in pairs if size and steps]
     seen = [samples for _, samples in known]
     is_known = 0 < len(known) == len(rows)
     return is_known and max(seen) - min(seen) <= max(size for size, _ in known)
+
+
+def num_steps(row: Row) -> float | None:
+    """Those that a training run has made, which may have ended early; else those that were asked for."""
+    return value_at(row, "training.steps") or value_at(row, "config.train.steps")
 
 
 def noise_scale(rows: Sequence[Row]) -> float | None:
