@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,6 +20,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.compress.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
 from lowvram.config.registry import all_options, knob_of, neutral_options, ready_options
 from lowvram.core.assemble import assemble, bare_model
@@ -381,6 +384,18 @@ def train(
     buffers = buffers if stages is None else stages.kept_here(buffers)
     parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}
     return Trained(list(losses), list(updates), gradients, parameters, buffers)
+
+
+def leaves_something_behind(**choices: str | Knob) -> bool:
+    """Whether a step whose loss is nan changes what the next one depends on, as knobs do that break UNDOABLE_STEPS."""
+    task = PROBLEMS["transformer"]
+    rig, batch = assemble(task, knobs_of(**choices), CPU), make_batch(task.spec, 4)
+    step(rig, batch)
+    before = deepcopy([rig.model.state_dict(), rig.stepper.state_dict()])
+    poisoned = replace(rig, criterion=lambda outputs, part: rig.criterion(outputs, part) * math.nan)
+    assert not step(poisoned, batch)[1].applied
+    pairs = zip(tree_leaves(before), tree_leaves([rig.model.state_dict(), rig.stepper.state_dict()]), strict=True)
+    return not all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
 
 
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -207,6 +207,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.adapter.over_time",  # a stepper around another, which leaves out parts in which nothing trains
         "planning.trace.plain_loop",  # a stepper around another
         "loops.noise_scale",  # a stepper around another, which measures gradients
+        "loops.skipping",  # another, which undoes steps
         "knobs.precision.autocast",  # a stepper around another
         "knobs.stepping.after_backward",  # this one and the next two do it
         "knobs.stepping.cpu_offload",

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.transforms import ExportedWeights, ExportSettings
 
 BEST = r"[^:\s]+(:min|:max)?"  # a figure's name and, if need be, which of two values is the better one
+
+
+class OnNonfinite(Enum):
+    """What becomes of a step whose loss or a gradient isn't finite. The names are what a user types."""
+
+    stop = "it ends the run"
+    skip = "it is undone, and the run goes on with the next batch"
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class TrainSettings:
     rehearse: bool
     patience: int | None = None
     max_hours: float | None = None
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "log_every"):
@@ -41,6 +51,7 @@ class TrainSettings:
         require(patience is None or patience >= 1, "train.patience", patience, "null or at least 1 evaluation")
         is_time = hours is None or 0 < hours < math.inf
         require(is_time, "train.max_hours", hours, "null (no limit) or more than 0 hours, such as 8 or 0.5")
+        require(self.max_skipped >= 1, "train.max_skipped", self.max_skipped, "at least 1 step in a row")
 
 
 @dataclass(frozen=True)

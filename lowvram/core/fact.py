@@ -25,6 +25,7 @@ class Fact(Enum):
     EVERY_BLOCK = "every block computes in every step"
     CHAINED_BLOCKS = "only the next block reads what a block has made"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
+    UNDOABLE_STEPS = "a step whose update is left out leaves nothing behind"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"
     EAGER_AUTOGRAD = "autograd's hooks inside a block take effect"

@@ -41,6 +41,7 @@ class Update(NamedTuple):
     grad_norm: Tensor  # global, before clipping; 0-dim
     applied: bool  # False: a gradient was not finite; unless the stepper says otherwise, no weight was changed
     recoverable: bool = False  # not applied because a loss scale was too large; the next step tries a smaller one
+    skipped: bool = False  # not applied, and undone: as if the step's batch had not been there
 
 
 class Stepper(ABC):

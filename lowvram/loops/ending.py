@@ -128,7 +128,7 @@ class Best:
             return {}
         return {"figure": self.figure.name, "step": self.step, "value": self.value, "num_since": self.num_since}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`. The best one by another figure isn't this one's."""
         if self.figure is None or state.get("figure") != self.figure.name:
             return
@@ -174,6 +174,6 @@ class Hours:
     def state(self) -> dict[str, Any]:
         return {} if self.limit_s is None else {"spent_s": self.spent_s()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`, for `begin`."""
         self._earlier_s = float(state.get("spent_s", 0.0))

@@ -108,6 +108,8 @@ class History:
         """
         losses = torch.stack([loss for loss, _ in self._steps]).tolist()
         for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
+            if update.skipped:
+                continue
             if not math.isfinite(loss):
                 remedy = self._session.remedy(self._num_targets[number - 1])
                 raise NonFinite(f"the loss of step {number} is {loss}: {remedy}")

@@ -24,6 +24,7 @@ from lowvram.data.source import Data
 from lowvram.knobs.accum import in_parts_of_largest
 from lowvram.loops.noise_scale import Noise, NotMeasured
 from lowvram.loops.schedule import Schedule
+from lowvram.loops.skipping import Skips
 from lowvram.tasks import Problem
 
 NO_TARGET = f"no target counts in this batch, all are {IGNORE}"
@@ -80,6 +81,7 @@ class Session:
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
     run: str | None = None  # the run's id, which its snapshots carry
     noise: Noise = field(default_factory=NotMeasured)
+    skips: Skips = field(default_factory=lambda: Skips(None))
 
     def with_more_before(self, num_bytes: int) -> Session:
         """The same, as if malloc had allocated so many bytes more before the model was made: they don't count."""

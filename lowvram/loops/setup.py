@@ -17,6 +17,7 @@ from lowvram.core.row_shape import RowShape
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
 from lowvram.loops.noise_scale import noise_of
+from lowvram.loops.skipping import skips_of
 from lowvram.loops.user_metrics import user_metrics
 
 
@@ -83,7 +84,7 @@ def can_replace(
     def can_be(group: str, option: str) -> bool:
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
-        knobs |= noise_of(settings.train).knobs()
+        knobs |= {**noise_of(settings.train).knobs(), **skips_of(settings.train).knobs()}
         has_samples = settings.train.batch_size >= num_ranks * replace(settings, groups=groups).num_parts
         helps = Fact.CUDA not in absent or not groups[group].moves_to_host
         return helps and has_samples and not conflicts(knobs, absent)

@@ -42,6 +42,7 @@ from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep, save_alone
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
 from lowvram.loops.shard_files import Like
+from lowvram.loops.skipping import ALL_SKIPPED
 from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
@@ -106,8 +107,7 @@ class TrainingRun:
         self.session, self.metrics_log = session, log
         keep, above_bytes = session.settings.snapshot.keep, session.settings.snapshot.sharded_above_bytes
         self.best, self.hours = Best.of(session), Hours(session.settings.train.max_hours)
-        folder, is_spared = session.folder / SNAPSHOTS, self.best.is_step
-        self.snapshots = Snapshots(folder, keep, session.run, above_bytes, is_spared)
+        self.snapshots = Snapshots(session.folder / SNAPSHOTS, keep, session.run, above_bytes, self.best.is_step)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
         self.first_loss_step = self.last_loss_step = 0
@@ -189,7 +189,7 @@ class TrainingRun:
         lr = self.session.lr(self.num_applied, settings.steps)
         self.step += 1
         self.token_counts.append(self.session.problem.token_counts(batch))
-        if stepped is None:
+        if stepped is None or self.session.skips.has_skipped(stepped[1], self.step):
             return
         if is_power_of_2(self.step - self.saved_step) and self.saved_step == self.begun_at:
             self.savable.check(self.formed_state(), self.step)
@@ -303,6 +303,7 @@ class TrainingRun:
             "origins": self.begun_with(),
             "best": self.best.state(),
             "hours": self.hours.state(),
+            "skips": self.session.skips.state(),
             "loss": {} if self.loss_state is None else self.loss_state.state(),
             **self.formed_state(),
         }
@@ -348,15 +349,15 @@ class TrainingRun:
         self.owes_evaluation = bool(state.get("owes_evaluation", False))  # the same
         self.metrics_log.restore(state)
         self.session.noise.restore(state.get("noise", {}))  # the same
-        self.best.load(state.get("best", {}))  # the same
-        self.hours.load(state.get("hours", {}))  # the same
+        for kept, name in ((self.best, "best"), (self.hours, "hours"), (self.session.skips, "skips")):
+            kept.restore(state.get(name, {}))  # the same
         if self.best.step is not None and not self.snapshots.has(self.best.step):
             self.best.forget()
 
     def take_exported(self) -> int:
         """Load the weights that are to be exported; returns after which step they were the run's. A collective."""
         best = self.best.step
-        if self.session.settings.export.of is ExportedWeights.last or best == self.step:
+        if self.session.settings.export.of is not ExportedWeights.best or best == self.step:
             return self.step
         saved = None if best is None else self.snapshots.of_step(best, self.like)
         with fitting(self.session.folder):
@@ -382,12 +383,11 @@ class TrainingRun:
         with self.weights_at_least():
             self.save()  # first, so that interrupting the evaluation loses nothing
         if self.step and not self.last_loss_step:
-            raise NonFinite(f"no step had a loss: {NO_TARGET}")
+            raise NonFinite(f"no step had a loss: {ALL_SKIPPED if self.session.skips.num else NO_TARGET}")
         evaluation = self.evaluate()
         peaks, malloc_bytes = run_peaks(self.session), allocated_bytes()
-        exported_step = self.take_exported()
+        ending = {"steps": self.step, "ended_by": ended_by, "exported_step": self.take_exported()}
         exported = export_weights(self.session)
-        ending = {"steps": self.step, "ended_by": ended_by, "exported_step": exported_step}
         measured = self.session.with_more_before(grown_bytes(malloc_bytes))
         return fields.merged(
             fields.trained(self.session),

@@ -31,6 +31,7 @@ from lowvram.loops.setup import (
     wanted_ranks,
     with_steps,
 )
+from lowvram.loops.skipping import skips_of
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.choice import CHOOSERS, About, Attempt, decide
@@ -270,10 +271,10 @@ def advice_for(
 
 def named_knobs(settings: Settings, choices: Mapping[str, str]) -> dict[str, Knob]:
     """The knobs by the names that messages use. Measuring the noise scale takes next to nothing: of it only the facts
-    that it needs count."""
+    that it needs count. What skipping steps keeps is counted."""
     knobs: dict[str, Knob] = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
     knobs |= {name: DeclarationsOnly(knob) for name, knob in noise_of(settings.train).knobs().items()}
-    return knobs
+    return knobs | dict(skips_of(settings.train).knobs())
 
 
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:

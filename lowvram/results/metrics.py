@@ -307,6 +307,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     # Of the run as a whole: how long it trained, and which of its weights were exported.
     Metric("training.steps", "trained steps", format=Count(), shown_in=NOWHERE),
+    Metric("training.skipped_steps", "skipped steps", format=Count(), shown_in=Shown.SUMMARY),
     Metric("training.exported_step", "exported step", format=Count(), shown_in=NOWHERE),
     Metric("training.best_step", "best step", format=Count(), shown_in=Shown.SUMMARY),
     Metric("training.best_value", "best value", format=Digits(4), shown_in=Shown.SUMMARY),

@@ -12,6 +12,7 @@ from lowvram.config.registry import knob_of, neutral_options
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.knob import Exactness, Knob
 from lowvram.loops.noise_scale import noise_of
+from lowvram.loops.skipping import skips_of
 from lowvram.planning.estimate import Fields
 from lowvram.planning.worker import CANT_BE_HAD
 from lowvram.results.row import MIB, size_text
@@ -136,7 +137,7 @@ def offered(cache: PlanCache, groups: Sequence[str], mesh: str | None = None) ->
             else:
                 knobs[group, name] = knob
     fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
-    fixed |= noise_of(cache.settings.train).knobs()
+    fixed |= {**noise_of(cache.settings.train).knobs(), **skips_of(cache.settings.train).knobs()}
     base = {group: cache.choices[group] for group in groups} | ({} if mesh is None else {SHARDING: mesh})
     accum = {name: knob for (group, name), knob in knobs.items() if group == ACCUM}
     clashing = [] if cache.meshes is None else cache.meshes.clashing(accum, cache.choices[ACCUM])

@@ -44,6 +44,7 @@ from lowvram.loops.setup import (
     wanted_ranks,
     with_steps,
 )
+from lowvram.loops.skipping import skips_of
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
@@ -87,11 +88,11 @@ def run(
     check_decided(settings, device)
     device, spec = rendezvous.join(spec, num_ranks, device, sharding.timeout_s)
     lay_out(device, row)
-    noise = noise_of(settings.train)
+    noise, skips = noise_of(settings.train), skips_of(settings.train)
     choices, named = named_knobs(settings, spec.choices, device)
     if choices != spec.choices:
         events("ready", fields={"choices": choices})  # known also of a run that fails
-    knobs = {**named, **more, **noise.knobs()}
+    knobs = {**named, **more, **noise.knobs(), **skips.knobs()}
     seed_all(settings.root.seed)  # for what the model's constructor draws, but for weights
     data = open_data(settings)
     settings = with_steps(settings, data)
@@ -108,7 +109,7 @@ def run(
     events("ready", fields=ready_fields(device))
     about = (spec.is_resumed, started, resident_bytes, malloc_bytes, chosen(spec.config, choices), spec.run, noise)
     sizes = SameSize(settings.train.batch_size)
-    session = Session(settings, knobs, problem, rig, data, sizes, events, stop, spec.folder, *about)
+    session = Session(settings, knobs, problem, rig, data, sizes, events, stop, spec.folder, *about, skips)
     results = fields.merged(settings.groups["mode"].run(session), rehearsed)
     return row_fields(session, results, choices["allocator"])
 

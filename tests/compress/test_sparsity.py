@@ -30,7 +30,17 @@ from lowvram.loops.export.folder import load
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
 from tests.calls import TINY
-from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
+from tests.laboratory import (
+    CPU,
+    MODELS,
+    PROBLEMS,
+    TOKENS,
+    knobs_of,
+    leaves_something_behind,
+    make_batch,
+    peak_as_measured,
+    peak_as_planned,
+)
 from tests.masks import (
     OFTEN,
     STEPS,
@@ -439,3 +449,8 @@ def test_a_run_exports_real_zeros_and_tells_their_share(call: Any) -> None:
     layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]  # pyright: ignore[reportAttributeAccessIssue]
     zeros = sum(int((layer.weight == 0).sum()) for layer in layers)
     assert zeros == 0.75 * sum(layer.weight.numel() for layer in layers)
+
+
+def test_without_undoable_steps() -> None:
+    """Masks follow the number of the step, also after an update that was left out."""
+    assert leaves_something_behind(sparsity="magnitude")

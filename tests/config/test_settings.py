@@ -27,6 +27,7 @@ from lowvram.config.settings import (
     parse_bytes,
     settings,
 )
+from lowvram.config.training import OnNonfinite
 from tests.laboratory import NEUTRAL
 
 VALUES = {
@@ -68,7 +69,7 @@ def test_a_whole_configuration_is_typed_and_built() -> None:
     config = whole()
     found = settings({str(key): value for key, value in config.items()})
     assert found.root == RootSettings(**VALUES)
-    assert found.train == TrainSettings(**config.train)
+    assert found.train == TrainSettings(**{**config.train, "on_nonfinite": OnNonfinite.stop})
     assert found.measure == MeasureSettings(**config.measure)
     assert found.snapshot == SnapshotSettings(**config.snapshot)
     assert tuple(found.groups) == GROUPS
@@ -103,7 +104,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
             "stepz",
             3,
             "train.stepz=3: must be removed: train knows batch_size, steps, epochs, eval_every, log_every, noise_scale,"
-            " rehearse, patience, max_hours",
+            " rehearse, patience, max_hours, on_nonfinite, max_skipped",
         ),
         ("batch_size", "None", "train.batch_size='None': must be null if nothing is meant (YAML's word for it)"),
         ("batch_size", "???", "train.batch_size='???': must be given a value: a whole number"),

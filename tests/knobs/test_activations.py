@@ -30,6 +30,7 @@ from tests.laboratory import (
     CPU,
     PROBLEMS,
     knobs_of,
+    leaves_something_behind,
     make_batch,
     peak_as_measured,
     peak_as_planned,
@@ -368,3 +369,8 @@ def test_without_exact_activations() -> None:
     exact = gradients()
     usual = relative_error(gradients(activations="int8"), exact)
     assert relative_error(gradients(KeepOutput(), activations="int8"), exact) > 3 * usual
+
+
+def test_without_undoable_steps() -> None:
+    """The next step rounds by other random numbers, also after an update that was left out."""
+    assert leaves_something_behind(activations="int8")

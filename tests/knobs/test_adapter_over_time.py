@@ -35,6 +35,7 @@ from tests.laboratory import (
     TOKENS,
     Trained,
     knobs_of,
+    leaves_something_behind,
     make_batch,
     relative_error,
     train,
@@ -396,3 +397,9 @@ def test_without_same_params() -> None:
     assert num_graphs(task.structure(blocks.model).blocks, blocks, 5) <= 3
     with pytest.raises(Incompatible, match="compile=model needs that the same parameters train in every step"):
         rig_of("transformer", adapter=adapter, compile="model")
+
+
+def test_without_undoable_steps() -> None:
+    """The next step trains other blocks, also after an update that was left out."""
+    assert leaves_something_behind(adapter="badam")
+    assert leaves_something_behind(adapter="lisa")

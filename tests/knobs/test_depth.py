@@ -45,6 +45,7 @@ from tests.laboratory import (
     TOKENS,
     Trained,
     knobs_of,
+    leaves_something_behind,
     make_batch,
     my_slice,
     peak_as_planned,
@@ -460,3 +461,10 @@ def test_the_row_says_what_is_left_out() -> None:
     assert LayerDrop().caveat(model) == "1 block is skipped in each step, drawn anew (none in evaluations)"
     assert LayerDrop(2).caveat(model) == "2 blocks are skipped in each step, drawn anew (none in evaluations)"
     assert "0.6 of them" in STOCHASTIC.caveat(model)
+
+
+def test_without_undoable_steps() -> None:
+    """The next step draws other blocks, also after an update that was left out."""
+    assert leaves_something_behind(depth=DROP)
+    assert leaves_something_behind(depth=STOCHASTIC)
+    assert not leaves_something_behind()

@@ -18,8 +18,8 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
-from lowvram.knobs.stepping import AfterBackward, AfterBackwardStepper
-from tests.laboratory import CPU, KNOBS, PROBLEMS, knobs_of, make_batch, relative_error
+from lowvram.knobs.stepping import AfterBackward, AfterBackwardStepper, InBackward, Norm, SumsIn
+from tests.laboratory import CPU, KNOBS, PROBLEMS, knobs_of, leaves_something_behind, make_batch, relative_error
 
 
 def make_model() -> nn.Sequential:
@@ -188,9 +188,19 @@ def test_without_grads_at_update() -> None:
         "cpu_offload": [0],
     }
     for option in ("in_backward", "cpu_offload"):
-        assert KNOBS["stepping", option].breaks() == {Fact.GRADS_AT_UPDATE}
+        assert KNOBS["stepping", option].breaks() - {Fact.UNDOABLE_STEPS} == {Fact.GRADS_AT_UPDATE}
         needy = Reader(needed=frozenset({Fact.GRADS_AT_UPDATE}))
         with pytest.raises(
             Incompatible, match=f"reader needs that every gradient is alive .*, and stepping={option} ends"
         ):
             assemble(task, knobs_of(stepping=option) | {"reader": needy}, CPU)
+
+
+def test_without_undoable_steps() -> None:
+    """Weights are updated before all gradients are known, or moved there and back."""
+    assert leaves_something_behind(stepping="in_backward")
+    assert leaves_something_behind(stepping=InBackward(clip=1.0, norm=Norm.last_step))
+    assert leaves_something_behind(stepping=InBackward(clip=1.0, sums=SumsIn.bf16), accum="x2")
+    assert leaves_something_behind(stepping="zeroth_order")
+    for whole in (InBackward(clip=1.0), InBackward(clip=1.0, norm=Norm.two_passes), "cpu_offload"):
+        assert not leaves_something_behind(stepping=whole)

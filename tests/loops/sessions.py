@@ -42,6 +42,7 @@ from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
+from lowvram.loops.skipping import skips_of
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
@@ -140,7 +141,8 @@ def session_in(
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )
     noise = noise_of(settings.train)
-    knobs |= noise.knobs()
+    skips = skips_of(settings.train)
+    knobs |= {**noise.knobs(), **skips.knobs()}
     rig = assemble(task, knobs, CPU)
     torch.manual_seed(0)
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
@@ -148,4 +150,4 @@ def session_in(
     told = told or Told()
     about = (is_resumed, time.monotonic(), 0, allocated_bytes())
     sizes = SameSize(settings.train.batch_size)
-    return Session(settings, knobs, task, rig, data, sizes, told, told, folder, *about, noise=noise)
+    return Session(settings, knobs, task, rig, data, sizes, told, told, folder, *about, noise=noise, skips=skips)

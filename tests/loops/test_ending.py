@@ -202,11 +202,11 @@ def test_patience_counts_evaluations_without_a_gain() -> None:
         best.observe(step, {"eval/f1": value})
         assert (best.num_since, best.is_over) == (num_since, False), step
     again = Best(best.figure, best.patience)
-    again.load(best.state())
+    again.restore(best.state())
     again.observe(8, {"eval/f1": math.nan})
     assert (again.step, again.value, again.is_over) == (5, 0.6, True)
     other = Best(Figure("loss/eval", Better.SMALLER), best.patience)
-    other.load(best.state())  # of another figure
+    other.restore(best.state())  # of another figure
     assert (other.step, other.num_since) == (None, 0)
 
 
@@ -218,7 +218,7 @@ def test_hours_count_over_all_that_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
     hours.begin()
     assert [hours.is_over() for _ in range(8)] == [False] * 7 + [True]
     later = Hours(3.2)
-    later.load(hours.state())
+    later.restore(hours.state())
     later.begin()
     assert [later.is_over() for _ in range(2)] == [False, True]
     assert Hours(None).state() == {}

@@ -85,7 +85,7 @@ def exported(folder: Path, sharded_above_gib: float | None) -> int:
     session = session_in(folder, WIDE, choices=choices, steps=2, batch_size=4, sharded_above_gib=sharded_above_gib)
     with (
         patch("lowvram.loops.spilled.LEAST_BYTES", 0),
-        patch("lowvram.loops.train.spilled", wraps=spilled) as counted,
+        patch("lowvram.loops.exported.spilled", wraps=spilled) as counted,
     ):
         Train().run(session)
     return counted.call_count

@@ -41,7 +41,7 @@ SECTIONS = {
     "loss": "first last eval",
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",
-    "training": "steps exported_step best_step best_value ended_by",
+    "training": "steps skipped_steps exported_step best_step best_value ended_by",
     "gradient": "noise_scale noise_scale_reason",
     "pruning": "left",
     "growing": "left",

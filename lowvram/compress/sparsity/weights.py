@@ -49,6 +49,7 @@ class Masked(Knob):
     stage = Stage.OPTIMIZER
     exactness = Exactness.LOSSY
     band = 1e-5  # of gradients of the same masked weights
+    breaks_always = frozenset({Fact.UNDOABLE_STEPS})  # a mask counts steps without an update, too
 
     def __post_init__(self) -> None:
         allowed = "null (the layers of the blocks) or a list of at least one name"

@@ -48,7 +48,7 @@ class FewBits(Knob):
     exactness = Exactness.LOSSY
     saves = Kind.ACTIVATIONS
     needs_always = frozenset({Fact.EVERY_OPERATOR, Fact.KERNEL_COMPILER})  # the latter for one kernel per tensor
-    breaks_always = frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS})
+    breaks_always = frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS, Fact.UNDOABLE_STEPS})
 
     def __post_init__(self) -> None:
         require(self.bits in BANDS, "activations.bits", self.bits, "8, 4 or 2")

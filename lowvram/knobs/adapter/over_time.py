@@ -41,7 +41,7 @@ class OverTime(Frozen):
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
     decides_learning = True
     needs_always = frozenset({BLOCKS, SEPARATE_MEMORY, REAL_WEIGHTS})
-    breaks_always = frozenset({Fact.SAME_PARAMS})
+    breaks_always = frozenset({Fact.SAME_PARAMS, Fact.UNDOABLE_STEPS})
 
     def caveat(self, model: nn.Module) -> str:
         has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())

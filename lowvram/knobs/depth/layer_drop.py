@@ -52,7 +52,7 @@ class LayerDrop(Knob):
     saves = Kind.ACTIVATIONS
     decides_learning = True
     needs_always = frozenset({BLOCKS, SKIPPABLE})
-    breaks_always = frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK})
+    breaks_always = frozenset({Fact.FIXED_BLOCKS, Fact.EVERY_BLOCK, Fact.UNDOABLE_STEPS})
 
     def __post_init__(self) -> None:
         require(self.count >= 1, "depth.count", self.count, "at least 1 (depth=none skips no block)")

@@ -49,7 +49,7 @@ class StochasticDepth(Knob):
     band = 1e-5
     decides_learning = True
     needs_always = frozenset({BLOCKS, BRANCHES})
-    breaks_always = frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES})
+    breaks_always = frozenset({Fact.FIXED_BLOCKS, SEPARATE_SAMPLES, Fact.UNDOABLE_STEPS})
 
     def __post_init__(self) -> None:
         require(0 <= self.rate < 1, "depth.rate", self.rate, "at least 0 and less than 1")

@@ -83,7 +83,6 @@ class InBackward(Knob):
         " backward pass reads one again, as where a model also computes with it detached or frozen: choose"
         " stepping=after_backward (if that fails alike, the model's own code writes in place)"
     }
-    breaks_always = frozenset({Fact.GRADS_AT_UPDATE})
     remedy = (Kind.GRADIENTS, 10)
 
     def __post_init__(self) -> None:
@@ -94,6 +93,12 @@ class InBackward(Knob):
         compiled = {Fact.KERNEL_COMPILER} if self.sums is not SumsIn.host else set()
         separate = {Fact.SEPARATE_UPDATES, SEPARATE_MEMORY, REAL_WEIGHTS}
         return frozenset({Fact.PLAIN_BACKWARD, *separate, *walked_twice, *compiled})
+
+    def breaks(self) -> frozenset[Fact]:
+        """It can't leave an update out that began before all gradients were known, as without a norm to clip by; and
+        sums of few bits are rounded by the number of the step."""
+        knows_norm = self.clip is not None and self.norm is not Norm.last_step and self.sums is SumsIn.host
+        return frozenset({Fact.GRADS_AT_UPDATE} if knows_norm else {Fact.GRADS_AT_UPDATE, Fact.UNDOABLE_STEPS})
 
     def caveat(self, model: nn.Module) -> str | None:
         if self.sums is not SumsIn.host:

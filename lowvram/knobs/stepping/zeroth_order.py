@@ -62,7 +62,7 @@ class ZerothOrder(Knob):
             STEADY_WEIGHTS,
         }
     )
-    breaks_always = frozenset({Fact.PLAIN_BACKWARD})
+    breaks_always = frozenset({Fact.PLAIN_BACKWARD, Fact.UNDOABLE_STEPS})
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
