@@ -69,4 +69,6 @@ def test_every_option_of_other_trainers_has_its_row() -> None:
     }
 
 
-OF_OTHERS = {"compute_metrics", "callbacks", "packing", "assistant_only_loss", "peft_config"}  # of Trainer and TRL
+OF_OTHERS = {  # of Trainer, TRL and peft
+    *("compute_metrics", "callbacks", "packing", "assistant_only_loss", "peft_config", "use_rslora"),
+}

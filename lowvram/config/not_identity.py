@@ -18,4 +18,9 @@ ORDERED = ("optimizer.groups",)
 # Groups that came later, left out at their neutral option: points keep the ids that they had without the group.
 NEUTRAL_OF_LATER_GROUPS = {"weights": "lowvram.knobs.weights.OnDevice", "ema": "lowvram.knobs.ema.NoAverages"}
 # Values of keys that came later, left out likewise.
-NEUTRAL_OF_LATER_KEYS = {"export.of": "last", "train.on_nonfinite": "stop", "train.max_skipped": 10}
+NEUTRAL_OF_LATER_KEYS = {
+    "export.of": "last",
+    "train.on_nonfinite": "stop",
+    "train.max_skipped": 10,
+    "adapter.rank_stabilized": False,
+}

@@ -25,7 +25,12 @@ from tests.tiers import first_of
 pytestmark = pytest.mark.medium
 
 MakeSession = Callable[..., Session]
-ADAPTERS: list[Knob] = [Freeze(["blocks.1", "head"]), Lora(train=["head"]), QLora(), Lora(train_a=False)]
+ADAPTERS: list[Knob] = [
+    Freeze(["blocks.1", "head"]),
+    Lora(train=["head"]),
+    QLora(),
+    Lora(train_a=False, rank_stabilized=True),
+]
 
 
 @pytest.mark.parametrize("problem", first_of(["transformer_dropout", "resnet"]))

@@ -3,7 +3,8 @@ layer's weight.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Dettmers et al., "QLoRA: Efficient Finetuning of
 Quantized LLMs" (2023); Zhang et al., "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
-Fine-tuning" (2023): only the second matrix trains. The layers are peft's, put into the model in place: `x.weight`
+Fine-tuning" (2023): only the second matrix trains; Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning
+with LoRA" (2023). The layers are peft's, put into the model in place: `x.weight`
 becomes `x.base_layer.weight`, and `x.lora_A.default.weight` and `x.lora_B.default.weight` are new.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -43,7 +44,8 @@ from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 @dataclass(frozen=True)
 class Lora(Frozen):
     """Two matrices of rank `rank` train beside each layer: A, which reads the layer's inputs, and B. Without `train_a`
-    only B trains, so the inputs aren't kept for the backward pass. The layers that `train` names train fully."""
+    only B trains, so the inputs aren't kept for the backward pass. The layers that `train` names train fully. Their
+    product is multiplied by alpha / rank, with `rank_stabilized` by alpha / sqrt(rank)."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -51,6 +53,7 @@ class Lora(Frozen):
     targets: list[str] | None = None
     train: list[str] = field(default_factory=list)
     train_a: bool = True
+    rank_stabilized: bool = False
 
     band = 1e-5
     misfits = TAKES_PART
@@ -72,7 +75,7 @@ class Lora(Frozen):
         return frozenset({Fact.TRAINED_BLOCKS, *([NO_RANDOMNESS] if self.dropout else [])})
 
     def reference(self) -> Lora:
-        return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)
+        return Lora(**{each.name: getattr(self, each.name) for each in fields(Lora)})
 
     def apply(self, rig: Rig) -> Rig:
         layers, option = self.targeted(rig.structure).values(), f"adapter={type(self).__name__.lower()}"
@@ -103,7 +106,8 @@ class Lora(Frozen):
 
     def options(self) -> dict[str, Any]:
         """The options of peft's LoraConfig."""
-        return {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
+        scale = {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rank_stabilized}
+        return {**scale, "lora_dropout": self.dropout}
 
     def targeted(self, known: Structure) -> dict[str, nn.Module]:
         """The layers that get an adapter, by name."""
