@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ def test_steps_are_those_of_peft(problem: str, ours: Lora, options: dict[str, An
     assert set(found) == set(wanted)
     assert relative_error(found, wanted) < 1e-6
     assert relative_error(found, {name: start.get_parameter(name) for name in found}) > 1e-3
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet_group"])
+def test_steps_of_b_that_are_16_times_as_long_are_those_of_lora_plus(problem: str) -> None:
+    """Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models" (2024)."""
+    groups = {"*.lora_B": {"lr_scale": 16.0}}
+    start, found = trained(problem, adapter=Lora(), optimizer=AdamW(lr=LR, groups=groups))
+    theirs: Any = in_peft(problem, Lora(), start)
+    make = import_module("peft.optimizers").create_loraplus_optimizer
+    rates = {"lr": LR, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": AdamW().weight_decay}
+    optimizer = make(theirs, torch.optim.AdamW, **rates, betas=(0.9, 0.95))
+    assert relative_error(found, trained_in_peft(problem, theirs, optimizer)) < 1e-6
+    assert relative_error(found, trained(problem, adapter=Lora(), optimizer=AdamW(lr=LR))[1]) > 1e-2
 
 
 @pytest.mark.parametrize("ours", [Lora(rank=4, rank_stabilized=True)])
