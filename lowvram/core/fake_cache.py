@@ -30,6 +30,7 @@ from lowvram.compat.torch_trees import tree_leaves
 
 META = torch.device("meta")
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+TORCHS = {"aten", "prim", "prims"}  # namespaces of torch's own operators
 MOST_RECIPES = 100_000  # about 100 MB
 Args = tuple[Any, ...]  # positional arguments, then the values of named ones
 # Makes the result of an operator for the tensors of a cache, from arguments with the same metadata.
@@ -46,13 +47,14 @@ class FakeCache:
     """The results of operators on the tensors of one FakeTensorMode.
 
     Args:
-        recipes: those known so far, which the cache adds to.
+        recipes: those of torch's own operators that are known so far, which the cache adds to.
     """
 
     def __init__(self, mode: FakeTensorMode, recipes: Recipes | None = None) -> None:
         self.mode = mode
         self.attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor on each device
-        self.recipes: Recipes = {} if recipes is None else recipes
+        self.shared: Recipes = {} if recipes is None else recipes
+        self.own: Recipes = {}  # of others' operators: what these make may depend on more than their arguments
 
     def run(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The result of `operator(*args, **named)`."""
@@ -61,23 +63,24 @@ class FakeCache:
             key = operator, tuple(named), torch.get_default_dtype(), self.metadata(all_args)
         except CacheMiss:
             return operator(*args, **named)
-        recipe = self.recipes.get(key)
+        recipes = self.shared if operator.namespace in TORCHS else self.own
+        recipe = recipes.get(key)
         if recipe is not None:
             leave_fake_mode()
             try:
                 return recipe(self, all_args)
             finally:
                 enter_fake_mode(self.mode)
-        if key in self.recipes:
+        if key in recipes:
             return operator(*args, **named)
         before = described((), all_args)
         out = operator(*args, **named)
         # An operator that gives an argument another shape or memory, as `unsqueeze_` does, runs each time.
         is_as_before = described((), all_args) == before
-        if len(self.recipes) >= MOST_RECIPES:
-            self.recipes.clear()
+        if len(recipes) >= MOST_RECIPES:
+            recipes.clear()
         with without_fake_mode():
-            self.recipes[key] = self.recipe_of(out, all_args) if is_as_before else None
+            recipes[key] = self.recipe_of(out, all_args) if is_as_before else None
         return out
 
     def metadata(self, args: Iterable[Any]) -> Args:

@@ -22,6 +22,7 @@ from lowvram.core.fact import Fact
 from lowvram.core.kind import Kind
 from lowvram.core.knob import Knob, Neutral, Stage
 from lowvram.core.ledger import announce
+from lowvram.core.mesh import tell_once
 from lowvram.core.probes.weights import REAL_WEIGHTS, SEPARATE_MEMORY
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, placed, reshard, row_order, set_row_order, spread_as
@@ -122,6 +123,10 @@ class AveragingStepper(StepperAround):
             finish: what is called after updates.
         """
         if self.num_applied < self.every:
+            tell_once(
+                f"ema: after {self.num_applied} updates there is no average yet (ema.every={self.every}), so the last"
+                " weights stand for it"
+            )
             yield
             return
         kept = self.put_in(model, finish)

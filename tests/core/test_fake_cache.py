@@ -49,7 +49,7 @@ def test_what_is_made_again_is_alike(
         given, by_name = args(values), named(values)
         told.append(described(run(*given, **by_name), (*given, *by_name.values())))
     assert told[0] == told[1] == told[2]
-    assert len(fake_cache.recipes) == 1
+    assert len(fake_cache.shared) == 1
 
 
 def test_what_is_made_again_has_attributes_of_its_own(fake_cache: FakeCache) -> None:
@@ -70,6 +70,7 @@ def test_what_was_met_once_is_not_worked_out_again(fake_cache: FakeCache) -> Non
         calls.append(1)
         return values * 2
 
+    vars(double)["namespace"] = "aten"
     for shape in ((2, 3), (2, 3), (3, 2), (2, 3)):
         assert fake_cache.run(double, (torch.empty(shape),), {}).shape == shape
     assert len(calls) == 2
@@ -99,12 +100,14 @@ def test_tensors_of_another_mode_are_left_to_it(fake_cache: FakeCache) -> None:
     with FakeTensorMode() as other:
         theirs = fake_cache.run(ATEN.neg.default, (torch.empty(2),), {})
         assert theirs.fake_mode is other
-    assert len(fake_cache.recipes) == 1
+    assert len(fake_cache.shared) == 1
 
 
 def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(fake_cache: FakeCache) -> None:
     def first(tensors: list[Tensor]) -> Tensor:
         return tensors[0].view(-1)
+
+    vars(first)["namespace"] = "aten"
 
     for _ in range(2):
         values = torch.empty(2, 3)
@@ -147,6 +150,23 @@ def test_modes_share_recipes() -> None:
             assert vars(product)["fake_mode"] is mode
             assert fake_cache.run(ATEN.neg.default, (product,), {}).shape == (4, 4)
     assert len(recipes) == 2
+
+
+def test_what_others_operators_make_is_worked_out_by_each_mode() -> None:
+    """It may depend on more than their arguments, as on a setting of the library that has them."""
+    recipes: Recipes = {}
+    sizes = iter((2, 3))
+
+    def theirs(values: Tensor) -> Tensor:
+        return values.new_empty(next(sizes))
+
+    vars(theirs)["namespace"] = "their_library"
+    for size in (2, 3):
+        with FakeTensorMode() as mode:
+            fake_cache = FakeCache(mode, recipes)
+            shapes = [fake_cache.run(theirs, (torch.empty(4),), {}).shape for _ in range(2)]
+        assert shapes == [(size,)] * 2
+    assert not recipes
 
 
 def test_recipes_are_of_a_default_format() -> None:

@@ -157,6 +157,15 @@ def of_rank(shardings: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], di
     return [(averages_of(rig), parameters_of(rig.model)) for rig in rigs]
 
 
+def test_before_the_first_average_a_line_says_whose_weights_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    rig = trained("transformer", Averages(0.9, every=100), SIZES[:3])
+    assert rig.averaged is not None
+    before = [weight.detach().clone() for weight in rig.updated]
+    with rig.averaged():
+        assert all(torch.equal(one, other) for one, other in zip(before, rig.updated, strict=True))
+    assert "ema: after 3 updates there is no average yet (ema.every=100)" in capsys.readouterr().out
+
+
 def test_each_rank_averages_its_shards() -> None:
     (wanted,) = of_rank([{}])
     for ours in on_ranks(of_rank, [{"sharding": each} for each in ("ddp", "zero1", "fsdp", "tensor")]):

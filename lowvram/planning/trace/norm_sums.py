@@ -12,25 +12,22 @@ MOST_ROWS = 64 * 1024  # that are summed at once
 
 
 class NormSum(NamedTuple):
-    """A pair of allocations for these gradients: the sums of the blocks, or what the last sum takes. As many numbers as
-    a `Reduction` has, and in the same places those that don't depend on the batch size (`reductions.FIXED`)."""
+    """A pair of allocations for these gradients: the sums of the blocks, or what the last sum takes."""
 
     num_rows: int
     num_columns: int
+    element_bytes: int
     is_last: bool
     has_bias: bool
-    unused: bool
-    also_unused: int
-    element_bytes: int
 
 
 def norm_buffers(card: Card, norm_sum: NormSum) -> tuple[int, int]:
     """The bytes of a pair; 0 for one that isn't made."""
-    num_rows, num_columns, is_last, has_bias, _, _, element_bytes = norm_sum
+    num_rows, num_columns, element_bytes, is_last, has_bias = norm_sum
     if num_rows <= MOST_ROWS:
         return 0, 0
     sums = -(-num_rows // WARP)
     if is_last:
-        return buffers_of(card, Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0))
+        return buffers_of(card, Reduction(sums, num_columns, 0, FP32_BYTES, False, False, columns_of([num_columns])))
     num_bytes = sums * num_columns * element_bytes
     return num_bytes, num_bytes if has_bias else 0

@@ -34,14 +34,11 @@ class Reduction(NamedTuple):
 
     num_inputs: int  # for each output
     num_outputs: int
+    input_bytes: int
     element_bytes: int  # of a partial result
     is_inner: bool  # whether it reduces the dimension with the smallest stride
     is_vectorised: bool  # whether threads load neighbouring inputs at a time, where there are enough
     num_columns: int  # outputs of a thread
-    input_bytes: int
-
-
-FIXED = ("element_bytes", "is_inner", "is_vectorised", "num_columns")  # fields that don't depend on the batch size
 
 
 def reduction_of(tensor: Tensor, dims: Iterable[int] | None, element_bytes: int) -> Reduction:
@@ -58,7 +55,7 @@ def reduction_of(tensor: Tensor, dims: Iterable[int] | None, element_bytes: int)
     num_columns = columns_of([outer[0][1], *others]) if is_dense and not is_inner else 1
     is_vectorised = is_dense and is_inner and len(inner) == 1
     num_bytes = num_inputs * num_outputs * tensor.dtype.itemsize
-    return Reduction(num_inputs, num_outputs, element_bytes, is_inner, is_vectorised, num_columns, num_bytes)
+    return Reduction(num_inputs, num_outputs, num_bytes, element_bytes, is_inner, is_vectorised, num_columns)
 
 
 def joined(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -98,7 +95,7 @@ def buffers_of(card: Card, reduction: Reduction) -> tuple[int, int]:
     while reduction.input_bytes > MOST_BYTES:  # two halves, one after the other
         halved, half_bytes = -(-reduction.num_inputs // 2), -(-reduction.input_bytes // 2)
         reduction = reduction._replace(num_inputs=halved, input_bytes=half_bytes)
-    num_inputs, num_outputs, element_bytes, is_inner, is_vectorised, num_columns, _ = reduction
+    num_inputs, num_outputs, _, element_bytes, is_inner, is_vectorised, num_columns = reduction
     across, along = (num_inputs, num_outputs) if is_inner else (num_outputs // num_columns, num_inputs)
     if is_vectorised and across >= FEWEST_VECTORISED:
         across //= VECTOR

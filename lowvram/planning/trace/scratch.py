@@ -116,8 +116,8 @@ def norm_backward(num_vectors: int) -> Rule:
         made = [*copies(source), RESULT, *copies(gradient), *[RESULT] * num_vectors]
         if num_columns // WARP >= most_warps:
             return [made]
-        about = (num_vectors > 1, False, 0, source.itemsize)
-        sums, last = (NormSum(num_rows, num_columns, is_last, *about) for is_last in (False, True))
+        sizes = (num_rows, num_columns, source.itemsize)
+        sums, last = (NormSum(*sizes, is_last, has_bias=num_vectors > 1) for is_last in (False, True))
         return [[*made, sums, *[[last]] * num_vectors]]
 
     return rule
@@ -212,7 +212,7 @@ def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) ->
     """Where a table has many places, these are sorted, and their sums are made in that order (table_sums.py)."""
     gradient, places, num_rows = args[:3]
     number, width, is_rounded = places.numel(), gradient.shape[-1], gradient.dtype in SIXTEEN_BIT
-    pairs = {pair: TableSum(number, num_rows, pair, is_rounded, False, 0, width) for pair in Pair}
+    pairs = {pair: TableSum(number, num_rows, width, pair, is_rounded) for pair in Pair}
     places_of, sorting, numbers, *others = pairs.values()
     return [[places_of, [sorting], RESULT, numbers, [numbers], *others]]
 

@@ -33,21 +33,18 @@ class Pair(IntEnum):
 
 
 class TableSum(NamedTuple):
-    """A pair of allocations of such a gradient. As many numbers as a `Reduction` has, and in the same places those that
-    don't depend on the batch size (`reductions.FIXED`)."""
+    """A pair of allocations of such a gradient."""
 
     num_places: int
     num_rows: int
+    width: int
     pair: Pair
     is_rounded: bool  # the gradient has 16 bits
-    unused: bool
-    also_unused: int
-    width: int
 
 
 def table_buffers(card: Card, table_sum: TableSum) -> tuple[int, int]:
     """The bytes of a pair; 0 for one that isn't made."""
-    num_places, num_rows, pair, is_rounded, _, _, width = table_sum
+    num_places, num_rows, width, pair, is_rounded = table_sum
     if num_places <= SHORT_LIST:
         return 0, 0
     segments = min(num_places, num_rows)
